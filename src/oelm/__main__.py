@@ -1,0 +1,7 @@
+"""`python -m oelm` is the `oelm` command."""
+
+from oelm.cli.main import main
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The command: registers the verbs, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from oelm import __version__
+from oelm.cli.output import fail
+from oelm.errors import OelmError
+
+
+app = typer.Typer(
+    name="oelm",
+    help="Freeze attention's Query/Key projections orthogonally, and find out fairly what it costs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"oelm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    if debug:
+        os.environ["OELM_DEBUG"] = "1"
+
+
+def main() -> None:
+    """Run the command line; every OelmError ends as one line on stderr and its exit code."""
+    try:
+        app()
+    except OelmError as error:
+        if os.environ.get("OELM_DEBUG"):
+            raise
+        fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command continues where it stopped", 130)
+
+
+from oelm.cli import verbs  # noqa: E402, F401  (registers every verb on `app`)
