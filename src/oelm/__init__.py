@@ -48,7 +48,7 @@ _HOME = {
     "verify": "oelm.method.apply",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:

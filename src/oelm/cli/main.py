@@ -8,6 +8,7 @@ import sys
 import typer
 
 from oelm import __version__
+from oelm.cli import verbs
 from oelm.cli.output import fail
 from oelm.errors import OelmError
 
@@ -37,6 +38,9 @@ def _options(
         os.environ["OELM_DEBUG"] = "1"
 
 
+verbs.register(app)
+
+
 def main() -> None:
     """Run the command line; every OelmError ends as one line on stderr and its exit code."""
     try:
@@ -50,6 +54,3 @@ def main() -> None:
         sys.exit(0)
     except KeyboardInterrupt:
         fail("interrupted; the same command continues where it stopped", 130)
-
-
-from oelm.cli import verbs  # noqa: E402, F401  (registers every verb on `app`)

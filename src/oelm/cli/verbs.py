@@ -1,10 +1,20 @@
-"""The table of verbs, in the order of --help. A verb's file holds one function, registered here."""
+"""The table of verbs, in the order of --help.
+
+Each names a module of this package whose `register(app)` adds one command (or one group). Such a module imports only
+typer and the standard library at its top, so that `oelm --help` stays quick.
+"""
 
 from __future__ import annotations
 
+import importlib
+
 import typer
 
-from oelm.cli.main import app
+
+VERBS: tuple[str, ...] = ()
 
 
-# (name, module, function): each module imports only typer and stdlib at the top.
+def register(app: typer.Typer) -> None:
+    """Add every verb of the table."""
+    for verb in VERBS:
+        importlib.import_module(f"oelm.cli.{verb}").register(app)
