@@ -26,6 +26,7 @@ class Shape(Value):
     context: Whole = 512
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layer", "rms"] = "layer"
+    activation: Literal["gelu", "gelu-tanh"] = "gelu"  # exact, or the tanh approximation of OpenAI's GPT-2
     causal: bool = True
     head: Literal["lm", "classify", "tag", "qa"] = "lm"
     pool: Literal["last", "mean"] = "last"  # the last valid token, or the mean over valid tokens
@@ -79,10 +80,10 @@ PRESETS: dict[str, Shape | HubModel] = {
     "gpt-512-8192": _gpt(512, 6, 8, context=8192, positions="rope"),
     "gpt-256": _gpt(256, 6, 4),
     "gpt-1024": _gpt(1024, 6, 16),
-    "gpt2-small": _gpt(768, 12, 12, context=1024, qkv_bias=True),
-    "gpt2-medium": _gpt(1024, 24, 16, context=1024, qkv_bias=True),
-    "gpt2-large": _gpt(1280, 36, 20, context=1024, qkv_bias=True),
-    "gpt2-xl": _gpt(1600, 48, 25, context=1024, qkv_bias=True),
+    "gpt2-small": _gpt(768, 12, 12, context=1024, qkv_bias=True, activation="gelu-tanh"),
+    "gpt2-medium": _gpt(1024, 24, 16, context=1024, qkv_bias=True, activation="gelu-tanh"),
+    "gpt2-large": _gpt(1280, 36, 20, context=1024, qkv_bias=True, activation="gelu-tanh"),
+    "gpt2-xl": _gpt(1600, 48, 25, context=1024, qkv_bias=True, activation="gelu-tanh"),
     "bert-base": HubModel(path="bert-base-uncased", labels=3),
     "t5-small": HubModel(path="t5-small", head="seq2seq-classify"),
     "bart-base": HubModel(path="facebook/bart-base", head="seq2seq-classify"),
