@@ -1,0 +1,86 @@
+"""A few trained scalars beside the projections: a gain per head, a gain per channel, shifted keys.
+
+Owns the arithmetic (`Addons`), which our transformer calls itself. For other models see `attach`, which hooks the
+projections' outputs. Refuses models in which an add-on could not be right, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from oelm.errors import MethodError
+from oelm.method.variant import ADDONS
+
+
+# sigmoid(0) = 1/2: a key starts as the mean of its token and the one before. From there AdamW reaches any mix within
+# a few thousand steps of 1e-3, in every arm alike; from a value where sigmoid is nearly 0 a short run could not leave
+# it, and an arm with shifted keys would be an arm without. Set `.shift` after `apply` to start elsewhere, as one may
+# wish for pretrained weights that are kept.
+SHIFT_START = 0.0
+
+
+class Addons(nn.Module):
+    """Trained scalars of one attention layer, applied to (B, T, heads, head_dim) before any rotation.
+
+    head_gain (heads,) and channel_gain (heads, head_dim) multiply the query, so that a head's logits are scaled; they
+    start at 1, exactly no change. shift (kv_heads, head_dim) mixes each key with its predecessor's:
+    k_t <- (1 - sigmoid(mu)) k_t + sigmoid(mu) k_{t-1}; mu starts at 0. A position without a predecessor keeps k_t.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        kinds: Iterable[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        kinds = tuple(kinds)
+        unknown = [kind for kind in kinds if kind not in ADDONS]
+        if unknown or not kinds:
+            raise MethodError(f"add-ons {list(kinds)!r}: name one or more of {', '.join(ADDONS)}")
+
+        def filled(value: float, *size: int) -> nn.Parameter:
+            return nn.Parameter(torch.full(size, value, dtype=dtype, device=device))
+
+        self.kinds = kinds
+        self.head_dim = head_dim
+        self.head_gain = filled(1.0, heads) if "head-gain" in kinds else None
+        self.channel_gain = filled(1.0, heads, head_dim) if "channel-gain" in kinds else None
+        self.shift = filled(SHIFT_START, kv_heads, head_dim) if "shift-keys" in kinds else None
+
+    def forward(
+        self, q: Tensor, k: Tensor, *, first: Tensor | None = None, previous: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys after the add-ons.
+
+        first: bool (B or 1, T), true where a document starts; previous: the key before k[:, 0], as it was before the
+        add-ons (B, 1, kv_heads, head_dim). Without either, position 0 has no predecessor.
+        """
+        return self.query(q), self.key(k, first=first, previous=previous)
+
+    def query(self, q: Tensor) -> Tensor:
+        """The query with its gains."""
+        gain = self.channel_gain
+        if self.head_gain is not None:
+            per_head = self.head_gain[:, None]
+            gain = per_head if gain is None else gain * per_head
+        return q if gain is None else (q * gain).to(q.dtype)
+
+    def key(self, k: Tensor, *, first: Tensor | None = None, previous: Tensor | None = None) -> Tensor:
+        """The key mixed with its predecessor's."""
+        if self.shift is None:
+            return k
+        before = torch.cat((k[:, :1] if previous is None else previous.to(k.dtype), k[:, :-1]), dim=1)
+        if first is not None:
+            before = torch.where(first[..., None, None], k, before)
+        return (k + torch.sigmoid(self.shift) * (before - k)).to(k.dtype)
+
+    def extra_repr(self) -> str:
+        return ", ".join(self.kinds)
