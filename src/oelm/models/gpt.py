@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from oelm.errors import ConfigError
