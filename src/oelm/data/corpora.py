@@ -1,0 +1,222 @@
+"""The table of language-modelling corpora: a row says where a corpus is, its splits, counts and licence.
+
+A new corpus is a new row. Nothing is read here but the demo's topics, which Python itself carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from oelm.data.reading import Piece
+from oelm.data.sources import DataSet, Hub, Layout
+
+
+DEMO = DataSet(
+    name="demo",
+    kind="lm",
+    title="The reference topics that CPython carries (pydoc_data.topics), split by topic",
+    licence="PSF-2.0",
+    note="prose of the Python language reference, 0.4 MB: for trying things out, not for conclusions; differs by Python version",
+)
+
+_WIKITEXT = "official test and validation; train rows are lines and are joined into articles"
+
+CORPORA: dict[str, DataSet] = {
+    row.name: row
+    for row in (
+        DataSet(
+            name="tinystories",
+            kind="lm",
+            title="TinyStories (Eldan and Li 2023)",
+            licence="CDLA-Sharing-1.0",
+            layouts=(
+                Layout(
+                    files={"train": ("tinystories/train.parquet",), "test": ("tinystories/test.parquet",)},
+                    note="validation is carved from train by hash",
+                ),
+            ),
+            hub=Hub(
+                id="roneneldan/TinyStories",
+                splits={"train": "train", "test": "validation"},
+                note="the official validation split is read once, as test; validation is carved from train by hash",
+            ),
+            official={"train": 2_119_719, "test": 21_990},
+            carve={"validation": 0.01},
+        ),
+        DataSet(
+            name="openwebtext",
+            kind="lm",
+            title="OpenWebText (Gokaslan and Cohen 2019)",
+            licence="CC0-1.0 (packaging; the texts belong to their authors)",
+            layouts=(
+                Layout(
+                    files={"train": ("web-text/openwebtext-sample.txt*",)},
+                    partial=True,
+                    note="a sample of 0.5 MB whose documents run together: for a smoke test",
+                ),
+            ),
+            hub=Hub(
+                id="Skylion007/openwebtext",
+                config="plain_text",
+                revision="refs/convert/parquet",
+                splits={"train": "train"},
+                stream=True,
+            ),
+            official={"train": 8_013_769},
+            carve={"validation": 0.0025, "test": 0.0025},
+        ),
+        DataSet(
+            name="wikitext-103",
+            kind="lm",
+            title="WikiText-103, word-level tokens (Merity et al. 2016)",
+            licence="CC BY-SA 3.0",
+            layouts=(
+                Layout(
+                    files={
+                        "train": ("wikitext/wikitext-103.train.tokens*", "wikitext/wikitext-103.train-head.tokens*"),
+                        "validation": ("wikitext/wikitext-103.valid.tokens*",),
+                        "test": ("wikitext/wikitext-103.test.tokens*",),
+                    },
+                ),
+                Layout(
+                    files={
+                        "train": ("wikitext-103/wiki.train.tokens",),
+                        "validation": ("wikitext-103/wiki.valid.tokens",),
+                        "test": ("wikitext-103/wiki.test.tokens",),
+                    },
+                ),
+            ),
+            hub=Hub(id="Salesforce/wikitext", config="wikitext-103-v1"),
+        ),
+        DataSet(
+            name="wikitext-2",
+            kind="lm",
+            title="WikiText-2, raw text (Merity et al. 2016)",
+            licence="CC BY-SA 3.0",
+            layouts=(
+                Layout(
+                    files={
+                        "train": ("wikitext/wikitext-2-raw.train.txt*", "wikitext/wikitext-103.train-head.tokens*"),
+                        "validation": ("wikitext/wikitext-2-raw.valid.txt*",),
+                        "test": ("wikitext/wikitext-2-raw.test.txt*",),
+                    },
+                ),
+                Layout(
+                    files={
+                        "train": ("wikitext-2-raw/wiki.train.raw",),
+                        "validation": ("wikitext-2-raw/wiki.valid.raw",),
+                        "test": ("wikitext-2-raw/wiki.test.raw",),
+                    },
+                ),
+            ),
+            hub=Hub(id="Salesforce/wikitext", config="wikitext-2-raw-v1"),
+        ),
+        DataSet(
+            name="wikipedia",
+            kind="lm",
+            title="English Wikipedia",
+            licence="CC BY-SA 3.0",
+            layouts=(
+                Layout(
+                    files={
+                        "train": ("wikipedia-en-2015/train-*-of-*.parquet",),
+                        "validation": ("wikipedia-en-2015/valid.parquet",),
+                        "test": ("wikipedia-en-2015/test.parquet",),
+                    },
+                    note="26,881 articles of an early 2015 dump, split by article",
+                ),
+            ),
+            hub=Hub(
+                id="wikimedia/wikipedia",
+                config="20231101.en",
+                splits={"train": "train"},
+                stream=True,
+                note="the 2023 dump of the hub, not the 2015 articles: their numbers do not compare",
+            ),
+            carve={"validation": 0.001, "test": 0.001},
+        ),
+        DataSet(
+            name="c4-sample",
+            kind="lm",
+            title="C4, English: the first 1,000 documents of train",
+            licence="ODC-BY 1.0",
+            layouts=(Layout(files={"train": ("web-text/c4-en-sample.parquet",)}),),
+            hub=Hub(id="allenai/c4", config="en", splits={"train": "train"}, stream=True, rows=1000),
+            official={"train": 1000},
+            carve={"validation": 0.1, "test": 0.1},
+            note="a sample by name: for a smoke test or a web-text perplexity",
+        ),
+        DEMO,
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoFound:
+    """The demo text: every Python has it."""
+
+    dataset: DataSet = DEMO
+    place: str = "package"
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return ("train", "validation", "test")
+
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+        from pydoc_data import topics
+
+        for name in sorted(topics.topics):
+            if _topic_split(name) == split:
+                yield {"text": topics.topics[name]}
+
+    def documents(self, split: str) -> Iterator[Piece]:
+        for row in self.rows(split):
+            yield Piece(row["text"], True)
+
+    def counts(self) -> dict[str, int | None]:
+        return {split: sum(1 for _ in self.rows(split)) for split in self.splits}
+
+    def identity(self) -> str:
+        whole = hashlib.sha256()
+        for split in self.splits:
+            for row in self.rows(split):
+                whole.update(f"{split}\0{row['text']}\0".encode())
+        return whole.hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+        return {
+            "status": "demo",
+            "place": self.place,
+            "from": [f"pydoc_data.topics of Python {version}"],
+            "licence": self.dataset.licence,
+            "rows": self.counts(),
+            "note": self.dataset.note,
+        }
+
+
+def _topic_split(name: str) -> str:
+    share = int.from_bytes(hashlib.sha256(f"oelm demo: {name}".encode()).digest()[:8]) / 2**64
+    return "test" if share < 0.1 else "validation" if share < 0.2 else "train"
+
+
+Words = Literal["spaces", "wikitext"]
+
+
+def words_of(name: str) -> Words:
+    """How words are counted for perplexity per word: WikiText counts a line end as a word."""
+    return "wikitext" if name.startswith("wikitext-") else "spaces"
+
+
+def separated(name: str) -> bool:
+    """Whether documents are told apart by an end-of-text token; WikiText is one stream, as published numbers take it."""
+    return not name.startswith("wikitext-")
+
+
+def is_lm(table: Mapping[str, DataSet], name: str) -> bool:
+    """Whether the name is a corpus of this table."""
+    return name in table
