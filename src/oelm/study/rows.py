@@ -441,7 +441,9 @@ def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "_", text.replace("+", "")).strip("_") or "x"
 
 
-def expand(study: Study, rates: Mapping[str, float] | None = None, overrides: Mapping[str, Any] | None = None) -> list[Planned]:
+def expand(
+    study: Study, rates: Mapping[str, float] | None = None, overrides: Mapping[str, Any] | None = None
+) -> list[Planned]:
     """Every run that can be named now: rows, tuning runs, and comparison runs of cells whose rate is known.
 
     `rates` is what `chosen_rates` returns; without tuning every comparison run is known from the start.
@@ -551,7 +553,9 @@ def _row_arm(study: Study, row: Row) -> str:
 # ---- rates
 
 
-def chosen_rates(study: Study, records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def chosen_rates(
+    study: Study, records: Iterable[Mapping[str, Any]], overrides: Mapping[str, Any] | None = None
+) -> dict[str, float]:
     """Cell -> the rate its tuning runs favour, for cells whose tuning is complete.
 
     `records` are result.json contents. A diverged run counts as the worst there is: a rate is as good as its
@@ -559,21 +563,27 @@ def chosen_rates(study: Study, records: Iterable[Mapping[str, Any]]) -> dict[str
     """
     if study.tuning is None:
         return {}
-    return {cell: rate for cell, rate in _choices(study, records).items() if rate is not None}
+    choices = _choices(study, study.tuning, records, overrides)
+    return {cell: rate for cell, rate in choices.items() if rate is not None}
 
 
-def rates_that_failed(study: Study, records: Iterable[Mapping[str, Any]]) -> list[str]:
+def rates_that_failed(
+    study: Study, records: Iterable[Mapping[str, Any]], overrides: Mapping[str, Any] | None = None
+) -> list[str]:
     """Cells whose tuning is complete and left no rate: every one diverged."""
-    return [] if study.tuning is None else [cell for cell, rate in _choices(study, records).items() if rate is None]
+    if study.tuning is None:
+        return []
+    return [cell for cell, rate in _choices(study, study.tuning, records, overrides).items() if rate is None]
 
 
-def _choices(study: Study, records: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    assert study.tuning is not None
+def _choices(
+    study: Study, tuning: Tuning, records: Iterable[Mapping[str, Any]], overrides: Mapping[str, Any] | None
+) -> dict[str, float | None]:
     known = {record.get("run_id"): record for record in records}
     scores: dict[str, dict[float, list[float | None]]] = {}
-    for one in expand(study):
+    for one in expand(study, overrides=overrides):
         if one.purpose == "tune":
-            value = _score(known.get(one.id), study.tuning.select)
+            value = _score(known.get(one.id), tuning.select)
             scores.setdefault(one.cell, {}).setdefault(one.run.optimizer.lr, []).append(value)
     chosen: dict[str, float | None] = {}
     for cell in cells(study):

@@ -1,0 +1,444 @@
+"""Runs a study on this machine's devices: one worker a slot, longest run first, until nothing is left to do.
+
+Idempotent and resumable: what is done is left alone, what is partial continues, a row that another runner holds is
+waited for. Only what a retry can mend is tried again. The runner never trains; killed, it takes its workers along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oelm.errors import ConfigError, MachineError, Preempted, nearest
+from oelm.study import claim, cost, devices
+from oelm.study.folder import SCHEMA, look, records
+from oelm.study.rows import Planned, Study, chosen_rates, expand, rates_that_failed
+from oelm.study.worker import TRAINER
+from oelm.train.folder import machine_error, write_atomically
+
+
+MENDABLE = {75, 6}  # preempted, busy: the same run may succeed a moment later
+PATIENCE = 2  # further tries of a run whose worker was killed, or that was preempted
+WAIT = 2.0  # seconds between looks at rows that other runners hold
+STOP_SECONDS = 30.0  # that workers get to save when the runner is asked to stop
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a study is run; nothing of it enters a run's identity."""
+
+    devices: tuple[str, ...] = ("cpu",)
+    per_device: int = 1
+    nproc: int = 1
+    data_folder: Path | None = None
+    rows: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    trainer: str = TRAINER
+
+
+@dataclass
+class Outcome:
+    """What became of every run that was wanted."""
+
+    finished: list[str] = field(default_factory=list)
+    already: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # row -> one line
+    blocked: list[str] = field(default_factory=list)  # one line each: why some runs could not start
+
+    @property
+    def complete(self) -> bool:
+        return not self.failed and not self.blocked
+
+
+def wanted(study: Study, folder: Path, options: Options | None = None) -> list[Planned]:
+    """Every run that can be named now, given what the folder's records say about rates."""
+    options = options or Options()
+    rates = chosen_rates(study, records(folder), options.overrides)
+    return chosen_rows(expand(study, rates, options.overrides), options.rows, study)
+
+
+def chosen_rows(planned: list[Planned], names: tuple[str, ...], study: Study) -> list[Planned]:
+    """The rows that `--rows` asks for: row names, arms or cells."""
+    if not names:
+        return planned
+    known = {word for one in planned for word in (one.row, one.arm, one.cell)} | set(study.arm_names())
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--rows: {name!r} is no row, arm or cell of {study.name}; {nearest(name, known)}")
+    return [one for one in planned if {one.row, one.arm, one.cell} & set(names)]
+
+
+class Worker:
+    """A child process of one slot of a device, and the run it has."""
+
+    def __init__(self, device: str, options: Options, log: Path) -> None:
+        self.device = device
+        self.run: Planned | None = None
+        self.held: claim.Held | None = None
+        self.started = 0.0
+        self.buffer = b""
+        read, write = os.pipe()
+        argv = [sys.executable, "-m", "oelm.study.worker"]
+        argv += ["--answers", str(write), "--parent", str(os.getpid()), "--trainer", options.trainer]
+        environment = os.environ | devices.environment(device, options.per_device)
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=(write,),
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the runner alone, which asks the workers to save
+            )
+        os.close(write)
+        self.answers = read
+
+    def give(self, planned: Planned, held: claim.Held, task: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.run, self.held, self.started = planned, held, time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # its end is read from the answers
+            self.process.stdin.write((json.dumps(task) + "\n").encode())
+            self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next answer; None at the end of the process or while a line is incomplete (then `gone` tells)."""
+        if b"\n" not in self.buffer:
+            chunk = os.read(self.answers, 65536)
+            if not chunk:
+                self.gone = True
+                return None
+            self.buffer += chunk
+        line, newline, rest = self.buffer.partition(b"\n")
+        if not newline:
+            return None
+        self.buffer = rest
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    gone = False
+
+    def close(self) -> int:
+        """Wait for the end; the exit status (negative: a signal)."""
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+        with contextlib.suppress(OSError):
+            os.close(self.answers)
+        try:
+            return self.process.wait(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+class Runner:
+    """One pass over a study; `run` returns when every run is finished, failed or blocked."""
+
+    def __init__(self, study: Study, runs: Path, options: Options, say: Callable[[str], None] = print) -> None:
+        self.study = study
+        self.folder = runs / study.name
+        self.options = options
+        self.say = say
+        self.outcome = Outcome()
+        self.tries: dict[str, int] = {}
+        self.alone: set[str] = set()  # runs that were too big beside others on one device
+        self.workers: list[Worker] = []
+        self.selector = selectors.DefaultSelector()
+        self.stopping: int = 0
+        self._queue: list[Planned] = []
+        self._elsewhere: set[str] = set()
+        self._beat = 0.0
+        self._look = 0.0
+
+    # ---- the loop
+
+    def run(self) -> Outcome:
+        """Everything that can be run, run."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / ".workers").mkdir(exist_ok=True)
+        except OSError as error:
+            raise machine_error(error, self.folder, "opening the study's folder") from None
+        old = {number: signal.signal(number, self._asked) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        try:
+            self._refill(first=True)
+            while (self._queue or self._elsewhere or self._busy()) and not self.stopping:
+                self._start_what_can_start()
+                self._wait_for_answers()
+                self._beat_claims()
+                self._look_elsewhere()
+        finally:
+            self._shut_down()
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        if self.stopping:
+            word = "interrupted" if self.stopping == signal.SIGINT else "asked to stop"
+            if self.stopping == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise Preempted(f"study {self.study.name}: {word}; runs are saved, the same command continues")
+        for cell in rates_that_failed(self.study, records(self.folder), self.options.overrides):
+            self.outcome.blocked.append(f"{cell}: diverged at every rate that was tuned; add smaller tuning.rates")
+        return self.outcome
+
+    def _asked(self, number: int, frame: object) -> None:
+        if self.stopping:  # a second time: at once
+            for worker in self.workers:
+                worker.process.kill()
+        self.stopping = number
+
+    def _busy(self) -> bool:
+        return any(worker.run for worker in self.workers)
+
+    def _refill(self, *, first: bool = False) -> None:
+        """Queue what is wanted and not finished, longest first."""
+        known = {one.id for one in self._queue} | {worker.run.id for worker in self.workers if worker.run}
+        settled = {*self.outcome.finished, *self.outcome.already, *self.outcome.diverged, *self.outcome.failed}
+        for one in wanted(self.study, self.folder, self.options):
+            if one.id in known or one.row in settled or one.id in self._elsewhere:
+                continue
+            seen = look(self.folder / one.id)
+            if seen.state in ("done", "diverged"):
+                if first:
+                    self.outcome.already.append(one.row)
+                else:
+                    (self.outcome.finished if seen.state == "done" else self.outcome.diverged).append(one.row)
+            elif seen.state == "foreign":
+                self._fail(one, seen.problem)
+            else:
+                self._queue.append(one)
+        estimate = cost.Estimator(records(self.folder), self.options.devices[0])
+        self._queue.sort(key=lambda one: -estimate.seconds(one.run))
+
+    # ---- starting
+
+    def _start_what_can_start(self) -> None:
+        for device in self.options.devices:
+            while self._queue and self._free_slot(device):
+                if not self._start_next(device):
+                    return
+
+    def _free_slot(self, device: str) -> bool:
+        here = [worker for worker in self.workers if worker.device == device and worker.run]
+        if any(worker.run and worker.run.id in self.alone for worker in here):
+            return False
+        return len(here) < self.options.per_device
+
+    def _start_next(self, device: str) -> bool:
+        """Claim and start the next run that may start on the device; False when there is none just now."""
+        busy_here = any(worker.device == device and worker.run for worker in self.workers)
+        for one in list(self._queue):
+            if one.id in self.alone and busy_here:
+                continue
+            room = self._room(one)
+            self._queue.remove(one)
+            if room:
+                self._block(one, room)
+                continue
+            try:
+                held = claim.take(self.folder, one.id)
+            except OSError as error:
+                self._fail(one, str(machine_error(error, self.folder, "claiming a row")))
+                continue
+            if held is None:
+                self._elsewhere.add(one.id)
+                continue
+            if look(self.folder / one.id).state in ("done", "diverged"):  # finished since we looked
+                held.release()
+                self._settle(one, 0, "")
+                continue
+            self._start(one, held, device)
+            return True
+        return False
+
+    def _room(self, one: Planned) -> str:
+        """Why the disk has no room for the run; empty when it has."""
+        needed = cost.disk_bytes(one.run)
+        free = shutil.disk_usage(self.folder).free
+        if free >= needed:
+            return ""
+        return (
+            f"{free / 1e6:,.0f} MB free in {self.folder}, needs about {needed / 1e6:,.0f} MB; free space and run again"
+        )
+
+    def _start(self, one: Planned, held: claim.Held, device: str) -> None:
+        task = {
+            "id": one.id,
+            "row": one.row,
+            "study": self.study.name,
+            "folder": str(self.folder / one.id),
+            "run": one.run.model_dump(mode="json", exclude_none=True),
+            "device": "cpu" if device == "cpu" else "cuda",
+            "data_folder": str(self.options.data_folder) if self.options.data_folder else None,
+        }
+        if self.options.nproc > 1:
+            task["nproc"] = self.options.nproc
+        worker = next((w for w in self.workers if w.device == device and not w.run and w.process.poll() is None), None)
+        if worker is None:
+            try:
+                worker = self._new_worker(device)
+            except OSError as error:
+                held.release()
+                raise MachineError(f"a worker cannot be started ({error.strerror}); check memory and limits") from None
+        worker.give(one, held, task)
+
+    def _new_worker(self, device: str) -> Worker:
+        name = f"{claim.socket.gethostname()}-{os.getpid()}-{device}.log"
+        worker = Worker(device, self.options, self.folder / ".workers" / name)
+        self.workers.append(worker)
+        self.selector.register(worker.answers, selectors.EVENT_READ, worker)
+        return worker
+
+    # ---- answers
+
+    def _wait_for_answers(self) -> None:
+        for key, _ in self.selector.select(timeout=1.0 if self._busy() else 0.2):
+            worker: Worker = key.data
+            answer = worker.answer()
+            if answer is not None:
+                self._answered(worker, int(answer["code"]), str(answer["message"]))
+            elif worker.gone:
+                self._ended(worker)
+
+    def _ended(self, worker: Worker) -> None:
+        """The process is over: fine when it had no run, else its run was cut off."""
+        self.selector.unregister(worker.answers)
+        self.workers.remove(worker)
+        status = worker.close()
+        if worker.run is None:
+            return
+        if status < 0:
+            name = signal.Signals(-status).name
+            hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+            self._answered(worker, -1, f"the trainer was killed by {name}{hint}; see {self.folder / worker.run.id}")
+        else:
+            self._answered(worker, 1, f"the trainer ended with status {status}; see {self.folder / '.workers'}")
+
+    def _answered(self, worker: Worker, code: int, message: str) -> None:
+        one, held = worker.run, worker.held
+        if one is None or held is None:
+            return
+        seconds = time.monotonic() - worker.started
+        worker.run = worker.held = None
+        if self.stopping:
+            held.release()
+            return
+        tries = self.tries[one.id] = self.tries.get(one.id, 0) + 1
+        shared = self.options.per_device > 1 and one.id not in self.alone
+        if code == 9 and shared:
+            self.alone.add(one.id)
+            self.say(f"{one.row}: out of memory beside other runs; tried again alone")
+            self._queue.append(one)
+        elif (code in MENDABLE or code < 0) and tries <= PATIENCE:
+            self.say(f"{one.row}: {message}; try {tries + 1} of {PATIENCE + 1}")
+            self._queue.insert(0, one)
+        else:
+            self._settle(one, code, message, seconds)
+        held.release()
+        if one.purpose == "tune":
+            self._refill()
+
+    def _settle(self, one: Planned, code: int, message: str, seconds: float = 0.0) -> None:
+        state = look(self.folder / one.id).state
+        if code in (0, 7) and state == "diverged":
+            self.outcome.diverged.append(one.row)
+            self._progress(one, "diverged", seconds)
+        elif code == 0:
+            self.outcome.finished.append(one.row)
+            self._progress(one, "done", seconds)
+        else:
+            self._fail(one, message or f"exit code {code}", code)
+
+    def _progress(self, one: Planned, word: str, seconds: float) -> None:
+        settled = len(self.outcome.finished) + len(self.outcome.diverged) + len(self.outcome.failed)
+        left = len(self._queue) + sum(1 for worker in self.workers if worker.run)
+        self.say(f"{word:<9}{one.id}  {seconds:,.0f} s  ({settled} settled, {left} left)")
+
+    def _fail(self, one: Planned, message: str, code: int = 1) -> None:
+        self.outcome.failed[one.row] = message
+        self._record_failure(one, message)
+        self._progress(one, "failed", 0.0)
+        self.say(f"  {message}")
+
+    def _block(self, one: Planned, why: str) -> None:
+        self.outcome.blocked.append(f"{one.row}: {why}")
+        self.say(f"not started {one.row}: {why}")
+
+    def _record_failure(self, one: Planned, message: str) -> None:
+        """A failed run is a result too; the trainer that died could not write it."""
+        folder = self.folder / one.id
+        if look(folder).record is not None or look(folder).state == "foreign":
+            return
+        record = {
+            "schema": SCHEMA,
+            "run_id": one.id,
+            "study": self.study.name,
+            "row": one.row,
+            "status": "failed",
+            "run": one.run.model_dump(mode="json"),
+            "metrics": {"validation": None, "test": None, "best": None},
+            "error": message,
+        }
+        with contextlib.suppress(OSError, MachineError):  # the disk may be what failed
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "result.json", json.dumps(record, indent=1) + "\n")
+
+    # ---- other runners
+
+    def _beat_claims(self) -> None:
+        if time.monotonic() - self._beat < claim.BEAT:
+            return
+        self._beat = time.monotonic()
+        for worker in self.workers:
+            if worker.run and worker.held and not worker.held.beat():
+                self.say(f"{worker.run.row}: taken over by another runner while this one stood still; left to it")
+                self._elsewhere.add(worker.run.id)
+                worker.run = worker.held = None
+                worker.process.kill()
+
+    def _look_elsewhere(self) -> None:
+        """Rows that other runners held: finished ones are settled, abandoned ones queued again."""
+        if not self._elsewhere or time.monotonic() - self._look < WAIT:
+            return
+        if not self._look:
+            self.say(f"{len(self._elsewhere)} rows are held by another runner; waiting for them")
+        self._look = time.monotonic()
+        before = len(self._elsewhere)
+        for run in list(self._elsewhere):
+            held = claim.holder(self.folder, run)
+            if held is None or not held.alive:
+                self._elsewhere.discard(run)
+        if len(self._elsewhere) != before:
+            self._refill()
+
+    # ---- the end
+
+    def _shut_down(self) -> None:
+        """Ask busy workers to save, wait a while, then end them; give the claims back."""
+        for worker in self.workers:
+            if worker.run:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.terminate()
+            elif worker.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    worker.process.stdin.close()
+        for worker in self.workers:
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(worker.answers)
+            worker.close()
+            if worker.held:
+                worker.held.release()
+        self.workers = []
+        self.selector.close()
