@@ -11,7 +11,7 @@ import importlib
 import typer
 
 
-VERBS: tuple[str, ...] = ()
+VERBS: tuple[str, ...] = ("train",)
 
 
 def register(app: typer.Typer) -> None:

@@ -1,0 +1,333 @@
+"""Checkpoints that survive a kill at any instant and are never trusted unread.
+
+Written in a thread from a snapshot on the host: files into a temporary folder, each synced, the manifest of SHA-256s
+last, then one rename to a name never used before, then the pointers. Reading verifies every byte before a tensor
+is made, falls back to the checkpoint before with a warning, and never unpickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors import torch as tensors_format
+from torch import Tensor
+
+from oelm import __version__
+from oelm.errors import CheckpointError, MachineError
+from oelm.train.folder import fsync_folder, machine_error, strict_json, write_atomically
+
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_MANIFEST_LIMIT = 10_000_000
+
+Files = Mapping[str, Mapping[str, Tensor]]
+
+
+class Damaged(CheckpointError):
+    """This checkpoint is not what was written; the one before may be."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint: tensors by file and name, and the plain state."""
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+    manifest: dict[str, Any]
+
+
+# -- reading
+
+
+def _read(path: Path, size: int | None = None) -> bytes:
+    """A regular file's bytes; links, pipes and folders are refused without waiting for them."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror or type(error).__name__}") from None
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path}: is not a regular file")
+        if size is not None and found.st_size != size:
+            raise Damaged(f"{path}: {found.st_size:,} bytes instead of {size:,}")
+        if size is None and found.st_size > _MANIFEST_LIMIT:
+            raise Damaged(f"{path}: {found.st_size:,} bytes are too many for a manifest")
+        return file.read()
+
+
+def _sealed(body: Mapping[str, Any]) -> str:
+    """The manifest's text, its own hash included: one text for one content."""
+    seal = hashlib.sha256(strict_json(body).encode()).hexdigest()
+    return strict_json({**body, "sha256": seal}, indent=1) + "\n"
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of one checkpoint folder, or Damaged."""
+    raw = _read(path / MANIFEST)
+    try:
+        manifest = json.loads(raw.decode("ascii"))
+        body = {k: v for k, v in manifest.items() if k != "sha256"}
+        intact = _sealed(body).encode() == raw
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise Damaged(f"{path / MANIFEST}: does not match its own hash")
+    if body.get("schema") != SCHEMA:
+        raise CheckpointError(
+            f"{path}: written by oelm {body.get('oelm')} in form {body.get('schema')!r}, this is oelm {__version__} "
+            f"(form {SCHEMA}); use the oelm that wrote it"
+        )
+    return body
+
+
+def read_checkpoint(path: Path) -> Loaded:
+    """One checkpoint, every byte verified before use; Damaged if any differs."""
+    manifest = read_manifest(path)
+    there = {entry.name for entry in os.scandir(path)} - {MANIFEST}
+    if odd := sorted(there ^ set(manifest["files"])):
+        raise Damaged(f"{path}: {odd[0]} is {'not in the manifest' if odd[0] in there else 'missing'}")
+    tensors: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, Any] = {}
+    for name, entry in manifest["files"].items():
+        raw = _read(path / name, entry["bytes"])
+        if hashlib.sha256(raw).hexdigest() != entry["sha256"]:
+            raise Damaged(f"{path / name}: SHA-256 differs from the manifest's")
+        try:
+            if name.endswith(".safetensors"):
+                tensors[name.removesuffix(".safetensors")] = tensors_format.load(raw)
+            elif name == "state.json":
+                state = json.loads(raw)
+        except (SafetensorError, ValueError) as error:
+            raise Damaged(f"{path / name}: {error}") from None
+    return Loaded(path, int(manifest["step"]), tensors, state, manifest)
+
+
+def load_weights(folder: Path, which: str = "best") -> tuple[dict[str, Tensor], int]:
+    """The model's tensors of a run folder's `best` or `latest` checkpoint, verified, and their step."""
+    folder = Path(folder)
+    try:
+        target = (folder / which).read_text(encoding="utf-8").strip()
+    except OSError:
+        raise CheckpointError(f"{folder}: has no {which!r} checkpoint; train the run first") from None
+    if not re.fullmatch(r"checkpoints/" + _NAME.pattern, target):
+        raise CheckpointError(f"{folder / which}: {target[:80]!r} is no checkpoint's name; run the training again")
+    loaded = read_checkpoint(folder / target)
+    return loaded.tensors["model"], loaded.step
+
+
+# -- writing
+
+
+def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the host; from a device they are queued on its stream, and `settle` waits for them."""
+    return {
+        name: torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True)
+        if t.is_cuda
+        else t.detach().clone(memory_format=torch.contiguous_format)
+        for name, t in tensors.items()
+    }
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(
+        self, folder: Path, *, identity: str, fingerprint: str | None, keep_last: int = 2, say: Callable[[str], None]
+    ) -> None:
+        self.folder = folder
+        self.root = folder / "checkpoints"
+        self.identity = identity
+        self.fingerprint = fingerprint
+        self.keep_last = max(1, keep_last)
+        self.say = say
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="oelm-save")
+        self._pending: Future[None] | None = None
+        self.bytes_written = 0
+
+    def close(self) -> None:
+        """Wait for a save that is under way, without raising what it raised."""
+        self._writer.shutdown(wait=True)
+
+    def sweep(self) -> None:
+        """Remove what killed saves left behind. The run folder's lock is held by the caller."""
+        for entry in self._entries():
+            if entry.name.endswith(".tmp"):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.root) as found:
+            yield from (e for e in found if e.is_dir(follow_symlinks=False))
+
+    def known(self) -> list[Path]:
+        """Checkpoint folders, the newest first; not verified."""
+        found = []
+        for entry in self._entries():
+            if match := _NAME.fullmatch(entry.name):
+                found.append((int(match[1]), int(match[2] or 0), Path(entry.path)))
+        return [path for _, _, path in sorted(found, reverse=True)]
+
+    def load(self) -> Loaded | None:
+        """The newest checkpoint that verifies, None if there is none at all; says aloud what it passes over."""
+        candidates = self.known()
+        refused: list[str] = []
+        for path in candidates:
+            try:
+                found = read_checkpoint(path)
+            except Damaged as error:
+                refused.append(str(error))
+                self.say(f"warning: damaged checkpoint refused: {error}; using the one before")
+                continue
+            self._own(found)
+            return found
+        if refused:
+            raise CheckpointError(
+                f"{self.root}: none of {len(refused)} checkpoints is intact ({refused[0]}); remove the folder to start again"
+            )
+        return None
+
+    def _own(self, found: Loaded) -> None:
+        if found.manifest["run"] != self.identity:
+            raise CheckpointError(
+                f"{found.path}: is of run {found.manifest['run']}, this is {self.identity}; choose another folder with --out"
+            )
+        if found.manifest["fingerprint"] != self.fingerprint:
+            raise CheckpointError(
+                f"{found.path}: was trained on data {found.manifest['fingerprint']}, the data now is {self.fingerprint}; "
+                "bring the old data back or choose another folder with --out"
+            )
+
+    def save(
+        self,
+        step: int,
+        files: Files,
+        state: Mapping[str, Any],
+        *,
+        best: bool = False,
+        before: Callable[[], None] | None = None,
+        note: str = "",
+    ) -> None:
+        """Queue one save of host tensors. Waits for the save before it; `wait` waits for this one."""
+        self.wait()
+        self._pending = self._writer.submit(self._save, step, files, dict(state), best, before, note)
+
+    def poll(self) -> None:
+        """Raise what a finished save raised; never waits."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save under way; raises what it raised."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def _save(
+        self,
+        step: int,
+        files: Files,
+        state: Mapping[str, Any],
+        best: bool,
+        before: Callable[[], None] | None,
+        note: str,
+    ) -> None:
+        if before is not None:
+            before()
+        temporary = self.root / f"step-{step}.{secrets.token_hex(4)}.tmp"
+        try:
+            self.root.mkdir(exist_ok=True)
+            temporary.mkdir()
+            entries = {}
+            for name, tensors in files.items():
+                entries[f"{name}.safetensors"] = self._put(
+                    temporary / f"{name}.safetensors", tensors_format.save(dict(tensors))
+                )
+            entries["state.json"] = self._put(temporary / "state.json", strict_json(state).encode())
+            self._put(temporary / MANIFEST, _sealed(self._manifest(step, entries)).encode())
+            fsync_folder(temporary)
+            final = self._rename(temporary, step)
+            fsync_folder(self.root)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise machine_error(error, self.root, f"saving step {step}") from None
+        self.bytes_written = sum(e["bytes"] for e in entries.values())
+        write_atomically(self.folder / "latest", f"checkpoints/{final.name}\n")
+        if best:
+            write_atomically(self.folder / "best", f"checkpoints/{final.name}\n")
+        self.say(f"checkpoint step={step} saved{note}")
+        self._prune()
+
+    def _manifest(self, step: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "step": step,
+            "run": self.identity,
+            "fingerprint": self.fingerprint,
+            "oelm": __version__,
+            "torch": str(torch.__version__),
+            "threads": torch.get_num_threads(),
+            "files": dict(entries),
+        }
+
+    @staticmethod
+    def _put(path: Path, raw: bytes) -> dict[str, Any]:
+        with open(path, "xb", buffering=0) as file:
+            view = memoryview(raw)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        return {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+
+    def _rename(self, temporary: Path, step: int) -> Path:
+        """To a name never used before: a folder cannot be replaced atomically."""
+        used = [int(m[2] or 0) for p in self.known() if (m := _NAME.fullmatch(p.name)) and int(m[1]) == step]
+        final = self.root / (f"step-{step}.{max(used) + 1}" if used else f"step-{step}")
+        os.rename(temporary, final)
+        return final
+
+    def _pointed(self) -> set[str]:
+        names = set()
+        for which in ("latest", "best"):
+            with contextlib.suppress(OSError):
+                names.add((self.folder / which).read_text(encoding="utf-8").strip().removeprefix("checkpoints/"))
+        return names
+
+    def _prune(self) -> None:
+        """Keep the newest few and the best; what goes is renamed first, so that no half of it is ever read."""
+        keep = self._pointed()
+        for path in self.known()[self.keep_last :]:
+            if path.name in keep:
+                continue
+            doomed = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+            with contextlib.suppress(OSError):
+                os.rename(path, doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+
+def disk_room(folder: Path, needed: int) -> str | None:
+    """A warning when the disk has less room than two checkpoints need."""
+    free = shutil.disk_usage(folder).free
+    if free < 2 * needed:
+        return f"{folder}: {free / 1e6:,.0f} MB free, two checkpoints need {2 * needed / 1e6:,.0f} MB; free space"
+    return None
+
+
+__all__ = ["Checkpoints", "Damaged", "Loaded", "MachineError", "load_weights", "read_checkpoint", "snapshot"]

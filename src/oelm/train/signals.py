@@ -1,0 +1,65 @@
+"""Signals that ask a run to stop: save, say so, leave with the code that asks for a requeue.
+
+While a step or a save runs, a signal only raises a flag; where nothing would be lost (loading, evaluating)
+it ends the wait at once. A second Ctrl-C leaves immediately.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+
+ASKING = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT") if hasattr(signal, name)
+)
+
+
+class StopAsked(BaseException):
+    """Raised inside an interruptible wait. Not an Exception: nothing on the way may swallow it."""
+
+
+class Signals:
+    """Handlers for the life of a run; the old ones are put back. Outside the main thread: no handlers."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._interruptible = False
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in ASKING:
+                self._old[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again = self.asked is not None
+        self.asked = self.asked or signal.Signals(number)
+        if again and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._interruptible:
+            self._interruptible = False
+            raise StopAsked
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Inside: a signal ends the block with StopAsked, at once."""
+        if self.asked is not None:
+            raise StopAsked
+        self._interruptible = True
+        try:
+            yield
+        finally:
+            self._interruptible = False
