@@ -6,13 +6,16 @@ A new corpus is a new row. Nothing is read here but the demo's topics, which Pyt
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from oelm.data.reading import Piece
-from oelm.data.sources import DataSet, Hub, Layout
+from oelm.data.reading import PIECE, TABLES, Piece, kind_of
+from oelm.data.sources import DataSet, FilesFound, Found, Hub, Layout
+from oelm.errors import DataError
 
 
 DEMO = DataSet(
@@ -22,8 +25,6 @@ DEMO = DataSet(
     licence="PSF-2.0",
     note="prose of the Python language reference, 0.4 MB: for trying things out, not for conclusions; differs by Python version",
 )
-
-_WIKITEXT = "official test and validation; train rows are lines and are joined into articles"
 
 CORPORA: dict[str, DataSet] = {
     row.name: row
@@ -204,19 +205,59 @@ def _topic_split(name: str) -> str:
     return "test" if share < 0.1 else "validation" if share < 0.2 else "train"
 
 
-Words = Literal["spaces", "wikitext"]
+# Words of the official token files, a line end counted as one: what published perplexities divide by.
+OFFICIAL_WORDS: dict[str, dict[str, int]] = {
+    "wikitext-103": {"train": 103_227_021, "validation": 217_646, "test": 245_569},
+    "wikitext-2": {"train": 2_088_628, "validation": 217_646, "test": 245_569},
+}
 
 
-def words_of(name: str) -> Words:
+def words_of(name: str) -> Literal["spaces", "wikitext"]:
     """How words are counted for perplexity per word: WikiText counts a line end as a word."""
-    return "wikitext" if name.startswith("wikitext-") else "spaces"
+    return "wikitext" if name in OFFICIAL_WORDS else "spaces"
 
 
 def separated(name: str) -> bool:
     """Whether documents are told apart by an end-of-text token; WikiText is one stream, as published numbers take it."""
-    return not name.startswith("wikitext-")
+    return name not in OFFICIAL_WORDS
 
 
-def is_lm(table: Mapping[str, DataSet], name: str) -> bool:
-    """Whether the name is a corpus of this table."""
-    return name in table
+def documents(found: Found, split: str) -> Iterator[Piece]:
+    """The text of a split in pieces; WikiText's lines are joined and cut into articles."""
+    if found.dataset.name not in OFFICIAL_WORDS:
+        return found.documents(split)
+    if isinstance(found, FilesFound) and kind_of(found.files[split][0]) not in TABLES:
+        return _articles(piece.text for piece in found.documents(split))
+    # A table has a row for each line, and an empty row for the line " \n".
+    return _articles(row["text"] or " \n" for row in found.rows(split))
+
+
+_HEADING = re.compile(r"(?<=\n \n) = (?!= )[^\n]*(?<! =) = \n(?= \n)")
+
+
+def _articles(texts: Iterable[str]) -> Iterator[Piece]:
+    """An article begins at a heading of the first level after an empty line, cut before the heading's space."""
+    held: list[str] = []
+    size, first = 0, True
+    for text in texts:
+        held.append(text)
+        size += len(text)
+        if size < PIECE:
+            continue
+        joined = "".join(held)
+        *whole, rest = _split_articles(joined)
+        for article in whole:
+            yield Piece(article, True)
+        if len(rest) > 8 * PIECE:
+            raise DataError("a WikiText split has no article headings; is it the official file?")
+        held, size, first = [rest], len(rest), False
+    joined = "".join(held)
+    if first and not joined.strip():
+        raise DataError("a WikiText split is empty; fetch it again")
+    for article in _split_articles(joined):
+        yield Piece(article, True)
+
+
+def _split_articles(text: str) -> list[str]:
+    edges = [0, *(match.start() for match in _HEADING.finditer(text)), len(text)]
+    return [text[start:stop] for start, stop in itertools.pairwise(edges) if stop > start]

@@ -283,19 +283,19 @@ def _csv_rows(path: Path, columns: Mapping[str, str], optional: frozenset[str]) 
 
 
 def _parquet(path: Path) -> Any:
-    import pyarrow
+    import pyarrow as pa
     from pyarrow import parquet
 
     try:
         return parquet.ParquetFile(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the name") from None
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: is not a whole Parquet file ({_first_line(error)}); fetch it again") from None
 
 
 def _parquet_rows(path: Path, columns: Mapping[str, str], optional: frozenset[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow
+    import pyarrow as pa
 
     file = _parquet(path)
     names = file.schema_arrow.names
@@ -306,20 +306,20 @@ def _parquet_rows(path: Path, columns: Mapping[str, str], optional: frozenset[st
         for batch in file.iter_batches(batch_size=256, columns=wanted):
             for row in batch.to_pylist():
                 yield pick(row, columns, optional, str(path))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: is damaged ({_first_line(error)}); fetch it again") from None
 
 
 def _arrow_rows(path: Path, columns: Mapping[str, str], optional: frozenset[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow
+    import pyarrow as pa
 
     try:
-        with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
             pick(dict.fromkeys(stream.schema.names), columns, optional, str(path))
             for batch in stream:
                 for row in batch.to_pylist():
                     yield pick(row, columns, optional, str(path))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: is not a whole Arrow stream ({_first_line(error)}); fetch it again") from None
 
 

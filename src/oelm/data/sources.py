@@ -148,7 +148,7 @@ class FilesFound:
 
     def counts(self) -> dict[str, int | None]:
         if self.layout.only:
-            return {split: None for split in self.splits}
+            return dict.fromkeys(self.splits)
         return {split: _total(reading.count(path) for path in self.files[split]) for split in self.splits}
 
     def identity(self) -> str:
@@ -223,14 +223,22 @@ class HubFound:
         }
 
 
-def judged(dataset: DataSet, counts: Mapping[str, int | None], *, partial: bool) -> tuple[Status, str]:
+def judged(
+    dataset: DataSet,
+    counts: Mapping[str, int | None],
+    *,
+    partial: bool = False,
+    official: Mapping[str, int] | None = None,
+    unit: str = "rows",
+) -> tuple[Status, str]:
     """Real when every count that is known is the official one; else partial, and in what."""
+    official = dataset.official if official is None else official
     off = [
-        f"{split} has {counts[split]:,} of the official {official:,} rows"
-        for split, official in dataset.official.items()
-        if counts.get(split) is not None and counts[split] != official
+        f"{split} has {counts[split]:,} of the official {wanted:,} {unit}"
+        for split, wanted in official.items()
+        if counts.get(split) is not None and counts[split] != wanted
     ]
-    missing = [split for split in dataset.official if split not in counts]
+    missing = [split for split in official if split not in counts]
     if missing:
         off.append(f"no {' and no '.join(missing)} split here")
     return ("partial" if partial or off else "real"), "; ".join(off)

@@ -1,0 +1,80 @@
+"""Splits that a corpus does not have, taken from its training documents by hash.
+
+A document's side depends on its own text and the seed, so equal documents stay together. Large corpora use a fixed
+share of all hashes; small ones (a sample, a file of the user's) the lowest hashes, so that no split is empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from oelm.data.reading import Piece
+from oelm.errors import DataError
+
+
+Route = Callable[[str], str]  # the first piece of a document -> its split
+SMALL_SHARE = 0.05
+BLOCK = 2000  # characters of a unit, where one text file has no documents of its own
+_WHOLE = 2**64
+
+
+def everything(split: str) -> Route:
+    """All documents to one split."""
+    return lambda _: split
+
+
+def by_share(shares: Mapping[str, float], seed: int) -> Route:
+    """A fixed share of all hashes to each split."""
+    return _by_limits({split: int(share * _WHOLE) for split, share in shares.items()}, seed)
+
+
+def by_rank(shares: Mapping[str, float], seed: int, documents: Iterable[Piece], where: str) -> Route:
+    """The lowest hashes of these documents to each split, at least one document each."""
+    hashes = sorted({document_hash(piece.text, seed) for piece in documents if piece.starts})
+    if len(hashes) < len(shares) + 1:
+        raise DataError(
+            f"{where}: holds {len(hashes)} different document{'s' if len(hashes) != 1 else ''}, too few to take "
+            f"{' and '.join(shares)} from; give more text, or a folder with train, validation and test files"
+        )
+    widths, used, floor = {}, 0, 0
+    for split, share in shares.items():
+        used += max(1, min(round(share * len(hashes)), len(hashes) // (len(shares) + 1)))
+        widths[split] = hashes[used - 1] + 1 - floor
+        floor = hashes[used - 1] + 1
+    return _by_limits(widths, seed)
+
+
+def document_hash(text: str, seed: int) -> int:
+    """64 bits of a document."""
+    key = seed.to_bytes(8, "big")
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=key, digest_size=8).digest())
+
+
+def blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Running text as units that can be shared out: whole lines, about BLOCK characters each."""
+    held = ""
+    for piece in pieces:
+        if piece.starts and held:
+            yield Piece(held, True)
+            held = ""
+        held += piece.text
+        begin = 0
+        while (at := held.find("\n", begin + BLOCK)) >= 0:
+            yield Piece(held[begin : at + 1], True)
+            begin = at + 1
+        held = held[begin:]
+    if held.strip():
+        yield Piece(held, True)
+
+
+def _by_limits(widths: Mapping[str, int], seed: int) -> Route:
+    def route(text: str) -> str:
+        value = document_hash(text, seed)
+        for split, width in widths.items():
+            if value < width:
+                return split
+            value -= width
+        return "train"
+
+    return route
