@@ -1,0 +1,174 @@
+"""Numbers from paired differences: intervals, tests, corrections, power. scipy and statsmodels compute all of them.
+
+Owns no formula and no wording. Every function takes plain numbers; a result that cannot be computed (one seed, no
+variance) is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+RESAMPLES = 9999  # the sign-flip test is exact up to 13 pairs; the bootstrap's intervals settle well below this
+SEED = 20240607  # of resampling: a report rendered twice is the same report
+POWER = 0.8
+MOST_SEEDS = 1000
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What n paired differences say. None: it cannot be computed from them."""
+
+    n: int
+    mean: float
+    sd: float | None
+    t_interval: Interval | None
+    bca_interval: Interval | None
+    p: float | None  # sign-flip, two-sided
+    p_smallest: float  # the smallest sign-flip p that n pairs can reach
+    p_t: float | None
+    p_equivalent: float | None  # TOST, both sides
+    p_not_worse: float | None  # the side of TOST that says "not worse by the margin"
+
+
+def estimate(differences: Sequence[float], *, margin: float | None, lower_is_better: bool, level: float) -> Estimate:
+    """Everything that is reported about one comparison's differences (arm minus reference)."""
+    from scipy import stats
+
+    values = np.asarray(differences, dtype=float)
+    n = values.size
+    if n == 0 or not np.isfinite(values).all():
+        raise ValueError("an estimate needs finite differences")
+    varies = n > 1 and bool(np.ptp(values) > 1e-12 * max(1.0, float(np.abs(values).max())))
+    equivalent = not_worse = None
+    t_interval = bca = None
+    p_t = None
+    if varies:
+        test = stats.ttest_1samp(values, 0.0)
+        low, high = test.confidence_interval(level)
+        t_interval, p_t = (float(low), float(high)), float(test.pvalue)
+        bca = bca_interval(values, level=level)
+        if margin is not None:
+            equivalent, not_worse = equivalence(values, margin=margin, lower_is_better=lower_is_better)
+    return Estimate(
+        n=n,
+        mean=float(values.mean()),
+        sd=float(values.std(ddof=1)) if n > 1 else None,
+        t_interval=t_interval,
+        bca_interval=bca,
+        p=float(sign_flip(values)) if varies else None,
+        p_smallest=smallest_p(n),
+        p_t=p_t,
+        p_equivalent=equivalent,
+        p_not_worse=not_worse,
+    )
+
+
+def smallest_p(n: int) -> float:
+    """The two-sided sign-flip test's smallest p with n pairs (beyond 13 pairs: with so many resamples)."""
+    return min(1.0, max(2.0 / 2.0**n, 2.0 / (RESAMPLES + 1)))
+
+
+def sign_flip(differences: Any) -> Any:
+    """Two-sided p of the sign-flip permutation test of the mean, along the last axis."""
+    from scipy import stats
+
+    values = np.asarray(differences, dtype=float)
+    result = stats.permutation_test(
+        (values,),
+        _mean,
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        axis=-1,
+        rng=np.random.default_rng(SEED),
+    )
+    return result.pvalue
+
+
+def bca_interval(values: Any, *, level: float) -> Interval | None:
+    """The bias-corrected and accelerated bootstrap interval of the mean; None where it degenerates."""
+    from scipy import stats
+
+    if np.size(values) < 3:
+        return None
+    result = stats.bootstrap(
+        (np.asarray(values, dtype=float),),
+        _mean,
+        confidence_level=level,
+        n_resamples=RESAMPLES,
+        method="BCa",
+        vectorized=True,
+        rng=np.random.default_rng(SEED),
+    )
+    low, high = float(result.confidence_interval.low), float(result.confidence_interval.high)
+    return (low, high) if np.isfinite([low, high]).all() else None
+
+
+def equivalence(values: Any, *, margin: float, lower_is_better: bool) -> tuple[float, float]:
+    """TOST against ±margin: p of both sides together, and of the side that rules out "worse by the margin"."""
+    ttost_paired = _statsmodels("weightstats").ttost_paired
+    values = np.asarray(values, dtype=float)
+    both, above_low, below_high = ttost_paired(values, np.zeros_like(values), -margin, margin)
+    return float(both), float(below_high[1] if lower_is_better else above_low[1])
+
+
+def holm(ps: Sequence[float | None]) -> list[float | None]:
+    """Holm's correction over a family; a comparison without p still counts as a member."""
+    if not ps:
+        return []
+    adjusted = _statsmodels("multitest").multipletests([1.0 if p is None else p for p in ps], method="holm")[1]
+    return [None if p is None else float(value) for p, value in zip(ps, adjusted, strict=True)]
+
+
+def seeds_needed(
+    mean: float, sd: float, *, n: int, alpha: float, margin: float | None, lower_is_better: bool
+) -> int | None:
+    """How many more pairs would probably (80 %) give a verdict if the differences go on as they are; None: > 1,000."""
+    power_of = _statsmodels("power").TTestPower().power
+    sizes = np.arange(n + 1, MOST_SEEDS + 1)
+    reachable = 2.0 / 2.0 ** np.minimum(sizes, 60) <= alpha
+    power = power_of(abs(mean) / sd, sizes, alpha, alternative="two-sided")
+    decided = (np.nan_to_num(power, nan=1.0) >= POWER) & reachable
+    if margin is not None:
+        room = margin - mean if lower_is_better else margin + mean
+        if room > 0:
+            power = power_of(room / sd, sizes, alpha, alternative="larger")
+            decided |= np.nan_to_num(power, nan=1.0) >= POWER
+    found = np.flatnonzero(decided)
+    return int(sizes[found[0]] - n) if found.size else None
+
+
+def examples_interval(correct: Any, reference: Any, *, level: float) -> Interval | None:
+    """Paired bootstrap over examples of the difference of two accuracies on one test set."""
+    from scipy import stats
+
+    difference = np.asarray(correct, dtype=float) - np.asarray(reference, dtype=float)
+    if difference.size < 2 or not np.ptp(difference):
+        return None
+    result = stats.bootstrap(
+        (difference,),
+        _mean,
+        confidence_level=level,
+        n_resamples=1999,
+        batch=50,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(SEED),
+    )
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def _statsmodels(module: str) -> Any:
+    """Imported when first used (it takes a second); it has no types."""
+    return importlib.import_module(f"statsmodels.stats.{module}")
+
+
+def _mean(values: Any, axis: int = -1) -> Any:
+    return np.mean(values, axis=axis)

@@ -1,0 +1,320 @@
+"""Tidy results: one row a run, failed and diverged ones too, as a CSV that no hand can have edited.
+
+Owns results/<study>.csv, <study>.curves.csv and <study>.sha256 (the form of sha256sum). Refuses a CSV whose digest is
+not the recorded one, and numbers that are not finite: they become empty cells beside the status.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oelm.errors import DataError
+from oelm.evidence.labels import model_label, variant_label
+from oelm.study.rows import Planned, Study, chosen_rates, expand
+from oelm.train.run import Run
+from oelm.values import canonical
+
+
+Row = dict[str, Any]
+Curve = list[tuple[float, float]]
+
+FIRST = [
+    *("study", "row", "arm", "purpose", "cell", "at", "run_id", "status", "seed", "lr", "model", "variant"),
+    *("optimizer", "schedule", "batch", "steps", "epochs", "token_budget", "precision"),
+    *("data", "data_status", "fingerprint", "tokens_seen", "examples_seen"),
+]
+METRICS = ("validation", "best", "test")
+LAST = [
+    *("params_total", "params_trainable", "params_frozen", "logit_std", "frozen_start", "frozen_end"),
+    *("seconds", "train_seconds", "step_seconds_median", "tokens_per_s", "peak_bytes", "energy_j"),
+    *("oelm", "torch", "python", "device", "git", "dirty", "error", "settings"),
+]
+TEXT = {
+    *("study", "row", "arm", "purpose", "cell", "at", "run_id", "status", "model", "variant", "optimizer", "schedule"),
+    *("precision", "data", "data_status", "fingerprint", "frozen_start", "frozen_end"),
+    *("oelm", "torch", "python", "device", "git", "error", "settings"),
+}
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """All runs of a study, in a fixed order, with their validation curves by run id."""
+
+    study: str
+    rows: tuple[Row, ...]
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The columns that hold measured quality: validation.loss, test.accuracy, …"""
+        return sorted({key for row in self.rows for key in row if key.split(".")[0] in METRICS and "." in key})
+
+    def where(self, **wanted: Any) -> list[Row]:
+        """The rows whose columns have these values."""
+        return [row for row in self.rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def collect(study: Study, runs_root: Path | str, overrides: Mapping[str, Any] | None = None) -> Table:
+    """Every run the study plans and every record in its folder: runs not yet made are rows too ("missing")."""
+    records = {record["run_id"]: record for record in _records(Path(runs_root) / study.name)}
+    rates = chosen_rates(study, records.values())
+    planned = {one.id: one for one in expand(study, rates, overrides)}
+    rows = [_row(study.name, one, records.get(one.id)) for one in planned.values()]
+    rows += [_stray(study.name, record) for run_id, record in records.items() if run_id not in planned]
+    return table(study.name, rows, {run_id: _curve(record) for run_id, record in records.items()})
+
+
+def table(study: str, rows: Iterable[Row], curves: Mapping[str, Curve] | None = None) -> Table:
+    """A table in its fixed order."""
+    ordered = sorted(rows, key=_order)
+    return Table(study=study, rows=tuple(ordered), curves=dict(sorted((curves or {}).items())))
+
+
+def write(results: Table, folder: Path | str) -> Path:
+    """Write the CSV, its curves and their digests, each replaced whole; the same table gives the same bytes."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {f"{results.study}.csv": _to_csv(results), f"{results.study}.curves.csv": _curves_to_csv(results)}
+    digests = "".join(f"{_sha256(text.encode())}  {name}\n" for name, text in texts.items())
+    for name, text in (*texts.items(), (f"{results.study}.sha256", digests)):
+        replace_text(folder / name, text)
+    return folder / f"{results.study}.csv"
+
+
+def load(path: Path | str) -> Table:
+    """Read a results CSV and its curves back, refusing what was edited since the program wrote it."""
+    path = Path(path)
+    raw = _read(path)
+    listed = (line.split("  ", 1) for line in _read(path.with_suffix(".sha256")).decode().splitlines() if "  " in line)
+    sums = {name: digest for digest, name in listed}
+    curves_path = path.with_suffix(".curves.csv")
+    curves_raw = _read(curves_path)
+    for name, content in ((path.name, raw), (curves_path.name, curves_raw)):
+        if sums.get(name) != _sha256(content):
+            raise DataError(
+                f"{path.parent / name}: was edited after the program wrote it (its SHA-256 differs); run `oelm analyze {path.stem}` again from the run records"
+            )
+    rows = [
+        {key: _cell_value(key, text) for key, text in row.items()} for row in csv.DictReader(io.StringIO(raw.decode()))
+    ]
+    curves: dict[str, Curve] = {}
+    for line in csv.DictReader(io.StringIO(curves_raw.decode())):
+        curves.setdefault(str(_cell_value("run_id", line["run_id"])), []).append(
+            (float(line["tokens"]), float(line["loss"]))
+        )
+    return Table(study=path.stem, rows=tuple(rows), curves=curves)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """One result.json, or a DataError that names it."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: is not a run record ({error}); run that row again") from None
+    if not isinstance(record, dict) or record.get("schema") != 1 or not isinstance(record.get("run"), dict):
+        raise DataError(f"{path}: is no run record of this version (schema 1); run that row again")
+    return record
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(folder.glob("*/result.json")):
+        record = read_record(path)
+        record["run_id"] = path.parent.name
+        found.append(record)
+    return found
+
+
+def _row(study: str, planned: Planned, record: Mapping[str, Any] | None) -> Row:
+    names: Row = {
+        "row": planned.row,
+        "arm": planned.arm,
+        "purpose": planned.purpose,
+        "cell": planned.cell,
+        "at": canonical(planned.at),
+        "run_id": planned.id,
+    }
+    return _settings(study, names, planned.run) | (_measured(record) if record else {"status": "missing"})
+
+
+def _stray(study: str, record: Mapping[str, Any]) -> Row:
+    """A record that the study's file does not plan (any more): shown, never compared."""
+    run = Run.read(record["run"], where=f"{record['run_id']}/result.json")
+    row = str(record.get("row"))
+    names: Row = {
+        "row": row,
+        "arm": row,
+        "purpose": "not planned",
+        "cell": row,
+        "at": "{}",
+        "run_id": record["run_id"],
+    }
+    return _settings(study, names, run) | _measured(record)
+
+
+def _settings(study: str, names: Row, run: Run) -> Row:
+    data = run.identified()
+    optimizer, budget = data["optimizer"], data["budget"]
+    return (
+        {"study": study}
+        | names
+        | {
+            "seed": run.seed,
+            "lr": optimizer["lr"],
+            "model": model_label(data["model"]),
+            "variant": variant_label(run.variant),
+            "optimizer": optimizer["name"],
+            "schedule": optimizer["schedule"],
+            "batch": budget["batch"],
+            "steps": budget["steps"],
+            "epochs": budget["epochs"],
+            "token_budget": budget["tokens"],
+            "precision": run.precision,
+            "data": data["data"]["name"],
+            "settings": canonical(data),
+        }
+    )
+
+
+def _measured(record: Mapping[str, Any]) -> Row:
+    """The columns that come from a run record, flat."""
+    data, cost, environment = (_table(record, name) for name in ("data", "cost", "environment"))
+    params, digests = _table(record, "params"), _table(record, "frozen_digest")
+    row: Row = {
+        "status": str(record.get("status")),
+        "data_status": data.get("status"),
+        "fingerprint": data.get("fingerprint"),
+        "tokens_seen": number(data.get("tokens_seen")),
+        "examples_seen": number(data.get("examples_seen")),
+        "params_total": number(params.get("total")),
+        "params_trainable": number(params.get("trainable")),
+        "params_frozen": number(params.get("frozen")),
+        "logit_std": number(record.get("logit_std")),
+        "frozen_start": digests.get("start"),
+        "frozen_end": digests.get("end"),
+        "error": record.get("error"),
+    }
+    for name in ("seconds", "train_seconds", "step_seconds_median", "tokens_per_s", "peak_bytes", "energy_j"):
+        row[name] = number(cost.get(name))
+    for name in ("oelm", "torch", "python", "device", "git"):
+        value = environment.get(name)
+        row[name] = None if value is None else str(value)
+    dirty = environment.get("dirty")
+    row["dirty"] = None if dirty is None else int(bool(dirty))
+    for split in METRICS:
+        for metric, value in _table(_table(record, "metrics"), split).items():
+            if not isinstance(value, dict | list | str):
+                row[f"{split}.{metric}"] = number(value)
+    return row
+
+
+def _table(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def number(value: Any) -> float | int | None:
+    """The number if it is one and finite; a missing, NaN or infinite value is None, never 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def _curve(record: Mapping[str, Any]) -> Curve:
+    points = record.get("curve")
+    return [
+        (float(point[0]), float(point[1]))
+        for point in (points if isinstance(points, list) else [])
+        if isinstance(point, list) and len(point) == 2 and number(point[0]) is not None and number(point[1]) is not None
+    ]
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    return (
+        str(row.get("at")),
+        str(row.get("arm")),
+        str(row.get("purpose")),
+        row.get("lr") or 0.0,
+        row.get("seed") or 0,
+        str(row.get("run_id")),
+    )
+
+
+def _to_csv(results: Table) -> str:
+    middle = results.metrics
+    return _csv_text([*FIRST, *middle, *LAST], results.rows)
+
+
+def _curves_to_csv(results: Table) -> str:
+    lines = ({"run_id": run, "tokens": t, "loss": v} for run, curve in results.curves.items() for t, v in curve)
+    return _csv_text(["run_id", "tokens", "loss"], lines)
+
+
+def _csv_text(columns: list[str], rows: Iterable[Row]) -> str:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, columns, lineterminator="\n", extrasaction="raise")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({column: _cell_text(row.get(column)) for column in columns})
+    return buffer.getvalue()
+
+
+def _cell_text(value: Any) -> str:
+    """A cell that no spreadsheet takes for a formula; numbers in their shortest exact form."""
+    if value is None:
+        return ""
+    if isinstance(value, int | float):
+        return repr(int(value)) if float(value).is_integer() and abs(value) < 2**53 else repr(value)
+    text = str(value)
+    return "'" + text if text.startswith(_FORMULA) else text
+
+
+def _cell_value(column: str | None, text: str | None) -> Any:
+    if not text:
+        return None
+    if column in TEXT:
+        return text[1:] if text.startswith("'") else text
+    try:
+        value = float(text)
+    except ValueError:
+        raise DataError(f"results: column {column!r} holds {text[:40]!r}, which is no number") from None
+    return int(value) if value.is_integer() and "e" not in text and "." not in text else value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: no such file; `oelm analyze` writes it, with its digest, from the run records"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

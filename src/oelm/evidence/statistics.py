@@ -1,0 +1,304 @@
+"""From a table of runs to verdicts in words, by fixed rules (docs/evidence.md says them in prose).
+
+Owns pairing, the choice of rates, the rules. Refuses a verdict from fewer than three pairs, from mixed data or
+versions (unless allowed, and then it says so) and from rates chosen on the seeds that are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oelm.evidence import paired
+from oelm.evidence.labels import budget_of, stratum_of
+from oelm.evidence.paired import Estimate
+from oelm.evidence.results import Row, Table
+from oelm.study.rows import BUDGETS, HIGHER_IS_BETTER, Contrast, Margin, Study
+
+
+LEVEL = 0.95
+ALPHA = 0.05
+FEWEST_PAIRS = 3
+BETTER, WORSE, NOT_WORSE, UNDECIDED, REFUSED = "better", "worse", "no worse than the margin", "undecided", "refused"
+UNTRUE_DATA = ("demo", "synthetic")
+COMPARED = ("compare", "original")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One pair: the same seed and data order in both arms."""
+
+    seed: int
+    value: float
+    reference: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One arm against another under one condition, with its verdict and everything the verdict rests on."""
+
+    arm: str
+    against: str
+    stratum: str
+    budget: str
+    tokens: float | None
+    primary: bool  # the largest budget of its stratum: a member of the corrected family
+    metric: str  # as compared: validation.loss, test.accuracy
+    lower_is_better: bool
+    as_perplexity: bool  # differences are nats; shown as per cent of perplexity
+    margin: float | None  # in the metric's own unit (nats for perplexity)
+    rate: float | None
+    reference_rate: float | None
+    points: tuple[Point, ...]
+    unpaired: tuple[int, ...]
+    diverged: tuple[int, int]  # compared runs that diverged: of the arm, of the reference
+    failed: int
+    demonstration: bool
+    notes: tuple[str, ...]
+    estimate: Estimate | None
+    family: int = 1
+    p_holm: float | None = None
+    p_not_worse_holm: float | None = None
+    examples: tuple[float, float] | None = None  # paired bootstrap over examples, where they were recorded
+    verdict: str = UNDECIDED
+    reason: str = ""
+    more_seeds: int | None = None
+
+    @property
+    def n(self) -> int:
+        return len(self.points)
+
+    @property
+    def said(self) -> str:
+        """The verdict as it is printed."""
+        if self.demonstration and self.verdict not in (UNDECIDED, REFUSED):
+            return f"demonstration: no evidence (the rules would say: {self.verdict})"
+        if self.demonstration:
+            return "demonstration: no evidence"
+        return f"{self.verdict} ({self.reason})" if self.reason else self.verdict
+
+
+def judge(study: Study, results: Table, *, allow_mixed: bool = False) -> list[Comparison]:
+    """Every declared comparison, corrected over the family; and the same at the smaller budgets, as a curve."""
+    found = []
+    for contrast in study.contrasts():
+        for at, primary in _budgets(study, contrast.at):
+            for rows in _strata(results, contrast, at):
+                found.append(_compare(study, contrast, rows, primary=primary, allow_mixed=allow_mixed))
+    return decide(found)
+
+
+def _budgets(study: Study, at: Mapping[str, Any]) -> list[tuple[dict[str, Any], bool]]:
+    """The contrast's own place (primary) and the same place at every other budget of the study's axes."""
+    places = [(dict(at), True)]
+    for key in BUDGETS:
+        if key in study.axes and key in at:
+            places += [(dict(at) | {key: value}, False) for value in study.axes[key] if value != at[key]]
+    return places
+
+
+def _strata(results: Table, contrast: Contrast, at: Mapping[str, Any]) -> list[list[Row]]:
+    """The compared rows of both arms at one place, apart by model, data and budget (named rows may differ in them)."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in results.rows:
+        if row["arm"] not in (contrast.arm, contrast.against) or row["purpose"] not in COMPARED:
+            continue
+        here = json.loads(row["at"])
+        if all(here.get(key) == value for key, value in at.items()):
+            groups.setdefault((stratum_of(row), budget_of(row)[1]), []).append(row)
+    return list(groups.values())
+
+
+def decide(found: Sequence[Comparison]) -> list[Comparison]:
+    """Correct the primary comparisons over their family, the others over theirs of the same budget; say the verdicts."""
+    families: dict[Any, list[int]] = {}
+    for index, comparison in enumerate(found):
+        families.setdefault(None if comparison.primary else comparison.budget, []).append(index)
+    decided = list(found)
+    for members in families.values():
+        estimates = [found[i].estimate for i in members]
+        adjusted = paired.holm([e.p if e else None for e in estimates])
+        not_worse = paired.holm([e.p_not_worse if e else None for e in estimates])
+        for i, p, q in zip(members, adjusted, not_worse, strict=True):
+            decided[i] = _verdict(replace(found[i], family=len(members), p_holm=p, p_not_worse_holm=q))
+    return decided
+
+
+def _verdict(c: Comparison) -> Comparison:
+    """The fixed rules, in their order. A diverged run is no number, but its arm cannot win by it."""
+    e = c.estimate
+    if c.verdict == REFUSED:
+        return c
+    if c.n < 2 or e is None:
+        seeds = "no pair of finished runs" if c.n == 0 else "one seed"
+        return replace(c, verdict=UNDECIDED, reason=f"{seeds}; never a verdict from one seed")
+    if c.n < FEWEST_PAIRS:
+        return _undecided(c, f"{c.n} pairs")
+    if e.sd is None or e.t_interval is None:
+        return replace(
+            c, verdict=UNDECIDED, reason="the differences do not vary at all: check that the seeds differ between runs"
+        )
+    cost = e.mean if c.lower_is_better else -e.mean
+    significant = c.p_holm is not None and c.p_holm <= ALPHA
+    not_worse = c.margin is not None and c.p_not_worse_holm is not None and c.p_not_worse_holm <= ALPHA
+    lost, reference_lost = c.diverged
+    if significant and cost < 0 and not lost:
+        return replace(c, verdict=BETTER, reason="")
+    if not_worse and not lost:
+        return replace(c, verdict=NOT_WORSE, reason="measurably worse, but by less" if significant and cost > 0 else "")
+    if significant and cost > 0 and not reference_lost:
+        return replace(c, verdict=WORSE, reason="")
+    if lost or reference_lost:
+        return _undecided(c, f"{lost} run(s) of {c.arm} and {reference_lost} of {c.against} diverged")
+    return _undecided(c, "")
+
+
+def _undecided(c: Comparison, why: str) -> Comparison:
+    e = c.estimate
+    more = None
+    if e is not None and e.sd:
+        more = paired.seeds_needed(
+            e.mean,
+            e.sd,
+            n=c.n,
+            alpha=ALPHA / c.family,
+            margin=c.margin,
+            lower_is_better=c.lower_is_better,
+        )
+        said = f"{more} more seeds would decide" if more else "no number of seeds below 1,000 would decide"
+        why = f"{why}; {said}" if why else said
+    return replace(c, verdict=UNDECIDED, reason=why, more_seeds=more)
+
+
+def _compare(study: Study, contrast: Contrast, rows: list[Row], *, primary: bool, allow_mixed: bool) -> Comparison:
+    sides = [[row for row in rows if row["arm"] == arm] for arm in (contrast.arm, contrast.against)]
+    both = sides[0] + sides[1]
+    measured = "loss" if contrast.metric == "perplexity" else contrast.metric
+    done = [row for row in both if row["status"] == "done"]
+    metric, notes = _split(f"{contrast.split}.{measured}", done), _notes(study, sides)
+    if metric != f"{contrast.split}.{measured}":
+        notes.append(f"{contrast.split}.{measured} was not recorded by every run: compared on {metric}")
+    points, unpaired = _pairs(sides, metric)
+    margin = _margin(study.margin, contrast, points)
+    mixed = _mixed(done)
+    lower = contrast.metric not in HIGHER_IS_BETTER
+    base = Comparison(
+        arm=contrast.arm,
+        against=contrast.against,
+        stratum=stratum_of(rows[0]),
+        budget=budget_of(rows[0])[1],
+        tokens=_largest(row.get("tokens_seen") for row in both),
+        primary=primary,
+        metric=metric,
+        lower_is_better=lower,
+        as_perplexity=contrast.metric == "perplexity",
+        margin=margin,
+        rate=_one_rate(sides[0]),
+        reference_rate=_one_rate(sides[1]),
+        points=tuple(points),
+        unpaired=tuple(unpaired),
+        diverged=(_count(sides[0], "diverged"), _count(sides[1], "diverged")),
+        failed=sum(row["status"] in ("failed", "stopped", "missing") for row in both),
+        demonstration=any(row.get("data_status") in UNTRUE_DATA for row in both),
+        notes=(*notes, *(f"mixed {what}, allowed" for what in mixed)),
+        estimate=None,
+    )
+    if mixed and not allow_mixed:
+        return _refused(base, f"mixed {'; mixed '.join(mixed)}")
+    if len(points) < 2:
+        return base
+    differences = [p.value - p.reference for p in points]
+    estimate = paired.estimate(differences, margin=margin, lower_is_better=lower, level=LEVEL)
+    return replace(base, estimate=estimate)
+
+
+def _margin(declared: Margin | None, contrast: Contrast, points: Sequence[Point]) -> float | None:
+    """The declared margin in the unit of the differences; per cent of perplexity is a ratio, so log(1 + share)."""
+    if declared is None:
+        return None
+    if declared.points is not None:
+        return None if contrast.metric == "perplexity" else declared.points / 100
+    share = (declared.percent or 0.0) / 100
+    if contrast.metric == "perplexity":
+        return math.log1p(share)
+    reference = math.fsum(p.reference for p in points) / len(points) if points else 0.0
+    return share * abs(reference) or None
+
+
+def _refused(c: Comparison, why: str) -> Comparison:
+    return replace(c, verdict=REFUSED, reason=why)
+
+
+def _split(metric: str, done: list[Row]) -> str:
+    """The declared split where every finished run has it, else validation."""
+    if all(row.get(metric) is not None for row in done):
+        return metric
+    return f"validation.{metric.split('.', 1)[1]}"
+
+
+def _pairs(sides: list[list[Row]], metric: str) -> tuple[list[Point], list[int]]:
+    """Seeds that both arms finished. Where the rate is an axis, a seed's value is its mean over the rates both have."""
+    values: list[dict[tuple[int, float], float]] = []
+    tuned = all(_one_rate(side) is not None for side in sides)
+    for side in sides:
+        finished = [row for row in side if row["status"] == "done" and row.get(metric) is not None]
+        values.append({(row["seed"], 0.0 if tuned else row["lr"]): float(row[metric]) for row in finished})
+    common = values[0].keys() & values[1].keys()
+    seeds = sorted({seed for seed, _ in common})
+    points = []
+    for seed in seeds:
+        keys = [key for key in sorted(common) if key[0] == seed]
+        value, reference = (math.fsum(v[key] for key in keys) / len(keys) for v in values)
+        points.append(Point(seed=seed, value=value, reference=reference))
+    return points, sorted({seed for seed, _ in values[0].keys() ^ values[1].keys()})
+
+
+def _mixed(rows: list[Row]) -> list[str]:
+    found = []
+    for what, key in (("data fingerprints", "fingerprint"), ("oelm versions", "oelm"), ("torch versions", "torch")):
+        values = sorted({str(row[key]) for row in rows if row.get(key) is not None})
+        if len(values) > 1:
+            found.append(f"{what}: {', '.join(value[:16] for value in values)}")
+    return found
+
+
+def _notes(study: Study, sides: list[list[Row]]) -> list[str]:
+    """What a reader must know beside the verdict."""
+    notes = []
+    both = sides[0] + sides[1]
+    if study.tuning:
+        tried = study.tuning.rates
+        for side in sides:
+            rate = _one_rate(side)
+            if len(tried) > 1 and rate in (min(tried), max(tried)):
+                notes.append(f"{side[0]['arm']}'s best rate {rate:g} is at the edge of those tried")
+    else:
+        rates = [{row["lr"] for row in side} for side in sides]
+        if rates[0] != rates[1]:
+            notes.append("the arms ran at different, untuned rates")
+        elif len(rates[0]) > 1:
+            notes.append(f"each seed's value is its mean over {len(rates[0])} rates")
+    if any(row.get("data_status") == "partial" for row in both):
+        notes.append("on a part of the data set")
+    devices = sorted({str(row["device"]) for row in both if row.get("device")})
+    if len(devices) > 1:
+        notes.append(f"on several devices: {', '.join(devices)}")
+    if any(row.get("dirty") for row in both):
+        notes.append("some runs used uncommitted code")
+    return notes
+
+
+def _one_rate(rows: list[Row]) -> float | None:
+    rates = {row["lr"] for row in rows}
+    return rates.pop() if len(rates) == 1 else None
+
+
+def _count(rows: list[Row], status: str) -> int:
+    return sum(row["status"] == status for row in rows)
+
+
+def _largest(values: Iterable[Any]) -> float | None:
+    return max((float(v) for v in values if v is not None), default=None)

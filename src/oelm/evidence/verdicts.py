@@ -1,0 +1,59 @@
+"""Verdicts of a study as plain data (for --json) and as a table on the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from oelm.evidence import narrative
+from oelm.evidence.results import Table
+from oelm.evidence.statistics import Comparison, judge
+from oelm.study.rows import Study
+
+
+def summary(study: Study, results: Table, *, allow_mixed: bool = False) -> dict[str, Any]:
+    """Question, answer, comparisons and the states of the runs."""
+    comparisons = judge(study, results, allow_mixed=allow_mixed)
+    return {
+        "study": study.name,
+        "question": study.question,
+        "answer": narrative.answer(comparisons, results),
+        "runs": dict(sorted(Counter(row["status"] for row in results.rows).items())),
+        "comparisons": [_plain(c) for c in comparisons],
+        "deviations": narrative.deviations(study, comparisons, results),
+    }
+
+
+def _plain(c: Comparison) -> dict[str, Any]:
+    e = c.estimate
+    shown = {
+        "difference": narrative.difference(c, e.mean) if e else None,
+        "interval": narrative.interval(c, e.t_interval) if e else None,
+        "n": c.n,
+        "said": c.said,
+    }
+    return asdict(c) | {"shown": shown}
+
+
+def show(said: dict[str, Any]) -> None:
+    """Answer and verdicts for a person at the terminal."""
+    from rich.console import Console
+    from rich.table import Table as Lines
+    from rich.text import Text
+
+    from oelm.cli.output import clean
+
+    console = Console()
+    console.print(Text(clean(said["study"]), style="bold"), Text(clean(said["question"])))
+    for sentence in said["answer"]:
+        console.print(Text(clean(sentence)))
+    lines = Lines(show_edge=False, pad_edge=False)
+    for head in ("arm", "against", "budget", "n", "difference", "95 % t interval", "Holm p", "verdict"):
+        lines.add_column(head)
+    for c in said["comparisons"]:
+        cells = (c["arm"], c["against"], c["budget"], str(c["n"]), c["shown"]["difference"] or "–")
+        rest = (c["shown"]["interval"] or "–", narrative.p_value(c["p_holm"]), c["shown"]["said"])
+        lines.add_row(*(Text(clean(cell)) for cell in (*cells, *rest)))
+    if said["comparisons"]:
+        console.print(lines)
