@@ -93,7 +93,8 @@ def fused_projections(x: Tensor, linears: list[nn.Linear]) -> list[Tensor]:
     weights = [linear.weight.to(dtype) for linear in linears]
     stacked = torch.cat([weight.detach() for weight in weights])
     trains = tuple(linear.weight.requires_grad for linear in linears)
-    parts = _FusedProjection.apply(x.to(dtype), stacked, trains, *weights).split([w.shape[0] for w in weights], dim=-1)
+    product: Tensor = _FusedProjection.apply(x.to(dtype), stacked, trains, *weights)  # type: ignore[no-untyped-call]
+    parts = torch.split(product, [w.shape[0] for w in weights], dim=-1)
     return [
         part if linear.bias is None else part + linear.bias.to(dtype)
         for part, linear in zip(parts, linears, strict=True)
@@ -143,9 +144,9 @@ class Attention(nn.Module):
         else:
             q, k, v = self.q(x), self.k(x), self.v(x)
         return (
-            q.unflatten(-1, (self.heads, self.head_dim)),
-            k.unflatten(-1, (self.kv_heads, self.head_dim)),
-            v.unflatten(-1, (self.kv_heads, self.head_dim)),
+            q.reshape(*x.shape[:-1], self.heads, self.head_dim),
+            k.reshape(*x.shape[:-1], self.kv_heads, self.head_dim),
+            v.reshape(*x.shape[:-1], self.kv_heads, self.head_dim),
         )
 
     def forward(self, x: Tensor, reading: Reading, cache: LayerCache | None = None) -> Tensor:

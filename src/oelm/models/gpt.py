@@ -95,7 +95,7 @@ class GPT(nn.Module):
         """The matrix (vocab, width) that turns features into logits of tokens."""
         if self.shape.head != "lm":
             raise ConfigError(f"model.head is {self.shape.head!r}: only a language model has a vocabulary head")
-        return self.embed.weight if self.head is None else cast(Tensor, self.head.weight)
+        return self.embed.weight if self.head is None else self.head.weight
 
     def forward(
         self,
@@ -173,11 +173,11 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(key[:8], "big") >> 1)
 
 
-def _positions(inputs: Tensor, documents: Tensor | None, done: int) -> tuple[Tensor, Tensor]:
-    """Position numbers (1 or B, T), starting again in each document, and where documents start (1 or B, T)."""
+def _positions(inputs: Tensor, documents: Tensor | None, done: int) -> tuple[Tensor, Tensor | None]:
+    """Position numbers (1 or B, T), starting again in each document, and where documents start (B, T) if given."""
     steps = torch.arange(done, done + inputs.shape[1], device=inputs.device)[None]
     if documents is None:
-        return steps, steps == 0
+        return steps, None
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = torch.where(begins, steps, 0).cummax(dim=1).values

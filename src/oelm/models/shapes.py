@@ -99,10 +99,10 @@ def as_model(value: Any) -> dict[str, Any]:
         value = {"preset": value}
     if not isinstance(value, dict):
         raise ConfigError(f"model: expected a preset's name or a table, got {value!r}")
-    value = dict(value)
-    preset = value.pop("preset", None)
+    table: dict[str, Any] = dict(value)
+    preset = table.pop("preset", None)
     if preset is None:
-        return {"kind": "hub" if "path" in value else "gpt"} | value
+        return {"kind": "hub" if "path" in table else "gpt"} | table
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"model.preset: {preset!r} is unknown; {nearest(str(preset), PRESETS)}")
-    return PRESETS[preset].model_dump() | value
+    return PRESETS[preset].model_dump() | table

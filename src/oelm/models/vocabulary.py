@@ -30,7 +30,7 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     grad = torch.is_grad_enabled()
-    nats: Tensor = _ChunkedLoss.apply(
+    nats: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, -2).to(dtype),
         weight.to(dtype),
         targets.flatten(),
@@ -49,7 +49,7 @@ class _ChunkedLoss(torch.autograd.Function):
         nats = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden: list[Tensor] = []
         grad_weight: Tensor | None = None
-        for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        for part, wanted in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
             valid = wanted != IGNORED
             index = wanted.clamp(min=0)[:, None]
             logs = torch.log_softmax(F.linear(part, weight), dim=-1, dtype=torch.float32)

@@ -7,6 +7,7 @@ predictions (F1, exact match) from `source.score`.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -59,7 +60,7 @@ def to_device(batch: Mapping[str, Any], device: torch.device | str) -> dict[str,
     return {name: torch.as_tensor(value).to(device, non_blocking=True) for name, value in batch.items()}
 
 
-class Objective:
+class Objective(abc.ABC):
     """One task. A loss is a mean; its sums have "nats" (the sum it is the mean of) and "count" (over how many)."""
 
     heads: tuple[str, ...] = ()  # the heads of a model that this task can use
@@ -73,9 +74,9 @@ class Objective:
         self.spec = spec
         self.source = source
 
+    @abc.abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> tuple[Sums, tuple[Tensor, ...]]:
         """Sums over the batch ("nats" carries the gradient), and what evaluation needs of the predictions."""
-        raise NotImplementedError(type(self).__name__)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sums]:
         """The mean loss in nats, with its gradient, and detached sums."""
