@@ -85,7 +85,8 @@ class Order:
         if step < 0:
             raise ConfigError(f"step {step}: steps count from 0")
         epoch, within = divmod(step, self.steps(batch))
-        return self.epoch(seed=seed, epoch=epoch, batch=batch)[within]
+        chosen: Index = self.epoch(seed=seed, epoch=epoch, batch=batch)[within]
+        return chosen
 
     def evaluation(self, batch: int) -> Iterator[Index]:
         """Every example once in a fixed mixed order, so that the first batches are a fair sample; the last may be short."""

@@ -1,7 +1,7 @@
 """Texts that occur twice: a normal form, duplicates within and between splits, and carving that leaks none of them.
 
 Owns the definition of "near-equal": Unicode NFKC, case, punctuation, markup breaks and spaces do not count. Two texts
-that are near-equal always fall on the same side of a carved split. Refuses a carved share outside (0, 1).
+that are near-equal always fall on the same side of a carved split. Refuses to carve from too few texts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from oelm.errors import ConfigError
+from oelm.errors import ConfigError, DataError
 
 
 _BREAKS = re.compile(r"<br\s*/?>", re.IGNORECASE)
@@ -37,24 +34,41 @@ def text_hash(text: str, *, normalised: bool = True) -> bytes:
     return hashlib.blake2b(chosen.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def carve(keys: Sequence[str], share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """True for the rows that go to the carved split: about `share` of the different keys, by their hash.
+def carve(keys: Sequence[str], shares: Mapping[str, float], seed: int, *, where: str = "the data") -> list[str]:
+    """The split of each row: one of `shares` for about that share of the different keys, by their hash, else "train".
 
-    A row's side depends on its own key and the seed only: rows that are added, dropped or reordered move no other row,
-    and rows with near-equal keys stay together.
+    A row's side depends on its own key and the seed: rows that are dropped or reordered move no other row, and rows with
+    near-equal keys stay together. Where so few keys are there that a split would stay empty, it gets the lowest hash.
     """
-    if not 0.0 < share < 1.0:
-        raise ConfigError(f"share of a carved split: {share!r} is not between 0 and 1")
+    if not all(share > 0 for share in shares.values()) or sum(shares.values()) >= 1:
+        raise ConfigError(f"shares of carved splits: {dict(shares)} must be above 0 and below 1 together")
     salt = seed.to_bytes(8, "big")
-    limit = int(share * 2**64)
-    sides = (
-        int.from_bytes(
-            hashlib.blake2b(normal_form(key).encode("utf-8", "surrogatepass"), key=salt, digest_size=8).digest()
+    hashes = [_number(normal_form(key), salt) for key in keys]
+    chosen: dict[int, str] = {}
+    for value in sorted(set(hashes)):
+        chosen[value] = _side(value / 2**64, shares)
+    empty = [split for split in shares if split not in set(chosen.values())]
+    if len(chosen) <= len(shares):
+        raise DataError(
+            f"{where}: has {len(chosen)} different text{'s' if len(chosen) != 1 else ''}, too few to take "
+            f"{' and '.join(shares)} from; give more, or files for these splits"
         )
-        < limit
-        for key in keys
-    )
-    return np.fromiter(sides, dtype=np.bool_, count=len(keys))
+    free = iter([value for value, side in chosen.items() if side == "train"])
+    for split, value in zip(empty, free, strict=False):
+        chosen[value] = split
+    return [chosen[value] for value in hashes]
+
+
+def _side(position: float, shares: Mapping[str, float]) -> str:
+    for split, share in shares.items():
+        if position < share:
+            return split
+        position -= share
+    return "train"
+
+
+def _number(text: str, salt: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=salt, digest_size=8).digest())
 
 
 def duplicates(splits: Mapping[str, Sequence[str]]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class Question:
     question: str
     answers: tuple[str, ...]
     starts: tuple[int, ...]
+    ambiguous: bool = False  # the place of the answer is a guess
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def questions(rows: Iterable[Row], where: str) -> list[Question]:
     answer is where it first occurs in its context.
     """
     found: list[Question] = []
+    keys: set[str] = set()
     for count, row in enumerate(rows, start=1):
         place = f"{where}, row {count}"
         context = _text(row["context"], place, "context")
@@ -144,8 +146,12 @@ def questions(rows: Iterable[Row], where: str) -> list[Question]:
                 )
             places.append(start)
         key = str(row.get("id") or count - 1)
+        if key in keys:
+            raise DataError(f"{place}: the id {_shown(key)} is there twice; every question needs its own")
+        keys.add(key)
         group = str(row.get("title") or context)
-        found.append(Question(key, group, context, question, tuple(answers), tuple(places)))
+        guessed = bool(row.get("ambiguous"))
+        found.append(Question(key, group, context, question, tuple(answers), tuple(places), guessed))
     if not found:
         raise DataError(f"{where}: has no question; expected rows with context, question and answers")
     return found
@@ -213,7 +219,7 @@ def _answers(row: Row, place: str) -> tuple[list[str], list[int]]:
     value, starts = row["answers"], row.get("starts")
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         value = _json(value, place, "answers")
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         value, starts = value.get("text"), value.get("answer_start", starts)
     if isinstance(value, str):
         value = [value]

@@ -1,0 +1,403 @@
+"""A task's data set as a source of batches: found, split honestly, tokenised once, kept in one file.
+
+Selection reads validation, which is carved from train by hash where a set has none; near-equal texts stay on one side,
+and the test split stays whole. Refuses labels, columns and splits that do not fit, in one line with file and row.
+
+`open_task` gives the source; `prepare_task` makes it anew; `describe` says what is in it (for `oelm data inspect`);
+`pack` and `unpack` carry it to a machine that has neither the text nor the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from oelm.data import overlap, prepared, sources
+from oelm.data.batches import shuffled
+from oelm.data.examples import Arrays, classify_arrays, qa_arrays, tag_arrays
+from oelm.data.prepared import Prepared
+from oelm.data.recall import RecallSource
+from oelm.data.sources import SPLITS, FilesFound, Found
+from oelm.data.spec import DataSpec
+from oelm.data.store import stores_folders
+from oelm.data.tables import Labelled, Labels, Row, Tagged, label_names, labelled, questions, tag_names, tagged
+from oelm.data.task_table import ELSEWHERE, HUB_ORDER, TASKS, UNLABELLED
+from oelm.data.tokens import Tokens, load_tokens
+from oelm.errors import ConfigError, DataError, nearest
+from oelm.values import digest
+
+
+__all__ = ["TASKS", "TaskSource", "describe", "open_task", "pack", "prepare_task", "task_file", "unpack"]
+
+TaskSource = Prepared | RecallSource
+Progress = Callable[[str, int, int], None]  # split, examples done, examples in all
+
+_ROLES = {"classify": ("text", "label"), "tag": ("tokens", "tags"), "qa": ("context", "question", "answers")}
+_MORE_ROLES: dict[str, tuple[str, ...]] = {"classify": ("text2",), "tag": (), "qa": ()}
+_LOCAL_CARVE = {"validation": 0.1, "test": 0.1}
+_ENOUGH = 1000  # examples that a carved split should have, where a tenth of train gives them
+_SAMPLES = 3
+_LIMIT = 0x6C69  # the stream of the seed that chooses `examples` of them
+_RULE = 1  # raise when the same text gives other arrays than before
+
+
+@dataclass
+class _Rows:
+    """The examples of one split before they are tokens: each with its key (near-equal keys stay together) and text."""
+
+    items: list[Any]  # (text, second, label) | (words, tags) | Question
+    keys: list[str]
+    texts: list[str]
+    left_out: int = 0
+
+    def chosen(self, numbers: Iterable[int]) -> _Rows:
+        wanted = list(numbers)
+        items, keys, texts = ([values[n] for n in wanted] for values in (self.items, self.keys, self.texts))
+        return _Rows(items, keys, texts)
+
+
+def open_task(spec: DataSpec, *, folder: Path | str | None = None, progress: Progress | None = None) -> TaskSource:
+    """The source of a task: out of the file that keeps it, or prepared now and kept.
+
+    Without the text on this machine (and without a folder named) a kept file of the same settings is used as it is.
+    """
+    if spec.name == "recall":
+        return RecallSource(spec)
+    kept = _kept(spec)
+    try:
+        found = _find(spec, folder, local=kept is not None)
+        tokens = load_tokens(spec.tokenizer, folder) if found is not None else None
+    except DataError:
+        if kept is None or folder is not None:
+            raise
+        found = tokens = None
+    if found is None or tokens is None:
+        assert kept is not None
+        return prepared.load(kept, bucketing=spec.bucketing)
+    if kept is not None:
+        source = prepared.load(kept, bucketing=spec.bucketing)
+        if source.fingerprint == _fingerprint(spec, found, tokens):
+            return source
+    return _prepared(spec, found, tokens, progress)
+
+
+def prepare_task(spec: DataSpec, *, folder: Path | str | None = None, progress: Progress | None = None) -> TaskSource:
+    """The source, made from the text now whatever is kept; what is kept is replaced."""
+    if spec.name == "recall":
+        return RecallSource(spec)
+    found = _find(spec, folder, local=False)
+    assert found is not None
+    return _prepared(spec, found, load_tokens(spec.tokenizer, folder), progress)
+
+
+def pack(source: Prepared, folder: Path | str, spec: DataSpec) -> Path:
+    """A compressed file of a prepared task in the folder, to travel; `unpack` with the same spec reads it there."""
+    return prepared.save(source, Path(folder) / task_file(spec), compressed=True)
+
+
+def unpack(folder: Path | str, spec: DataSpec) -> Prepared:
+    """A prepared task from a folder that `pack` wrote to."""
+    path = Path(folder) / task_file(spec)
+    source = prepared.load(path, bucketing=spec.bucketing)
+    if source.meta["settings"] != settings(spec):
+        raise DataError(f"{path}: was prepared with other settings than asked for; pack it again")
+    return source
+
+
+def task_file(spec: DataSpec) -> str:
+    """The name of the file that keeps a task of these settings, in a folder of `stores_folders()`."""
+    return f"{spec.name}-{digest(settings(spec), 12)}.task.npz"
+
+
+def settings(spec: DataSpec) -> dict[str, Any]:
+    """What of a spec decides the examples; how they are batched does not."""
+    return {
+        "rule": _RULE,
+        "name": spec.name,
+        "kind": _kind(spec),
+        "path": Path(spec.path).name if spec.path else None,
+        "columns": dict(spec.columns),
+        "tokenizer": spec.tokenizer if "/" not in spec.tokenizer else Path(spec.tokenizer).name,
+        "context": spec.context,
+        "selection": spec.selection,
+        "examples": spec.examples,
+        "seed": spec.seed,
+    }
+
+
+def describe(source: TaskSource) -> dict[str, Any]:
+    """What `oelm data inspect` shows of a task, as plain data that JSON can hold.
+
+    name, kind, fingerprint, provenance; splits: {split: {examples, tokens, lengths: {min, median, mean, p95, max},
+    truncated: {examples, tokens}, labels: {name: count}}}; overlap: {within: {split: {exact, normalised}}, between:
+    {"train & test": {exact, normalised}}} (copies of texts); samples: {split: [text]}; waste: {batch: share of padding}.
+    """
+    told: dict[str, Any] = {
+        "name": source.name,
+        "kind": source.kind,
+        "fingerprint": source.fingerprint,
+        "provenance": source.provenance,
+        "waste": {str(batch): round(source.waste(batch), 4) for batch in (8, 16, 32)},
+    }
+    if isinstance(source, RecallSource):
+        counts = source.provenance["counts"]
+        told["splits"] = {
+            split: {"examples": count, "tokens": count * source.context} for split, count in counts.items()
+        }
+        return told | {"overlap": {}, "samples": {}}
+    told["splits"] = {split: _described(source, arrays) for split, arrays in source.splits.items()}
+    return told | {"overlap": source.meta["overlap"], "samples": source.meta["samples"]}
+
+
+def _described(source: Prepared, arrays: Arrays) -> dict[str, Any]:
+    lengths = np.diff(arrays["offsets"])
+    told: dict[str, Any] = {
+        "examples": len(lengths),
+        "tokens": int(lengths.sum()),
+        "lengths": {
+            "min": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "mean": round(float(lengths.mean()), 2),
+            "p95": float(np.percentile(lengths, 95)),
+            "max": int(lengths.max()),
+        },
+        "truncated": _truncated(arrays),
+    }
+    if source.kind == "qa":
+        told["questions"] = len(arrays["cut"])
+        return told
+    numbers = np.bincount(arrays["labels" if source.kind == "classify" else "truth"], minlength=len(source.labels))
+    told["labels"] = dict(zip(source.labels, numbers.tolist(), strict=True))
+    return told
+
+
+def _truncated(arrays: Arrays) -> dict[str, int]:
+    """Examples that were cut, and by how many tokens (tagging: words; questions: tokens of the question) in all."""
+    return {"examples": int(np.count_nonzero(arrays["cut"])), "tokens": int(arrays["cut"].sum(dtype=np.int64))}
+
+
+def _kind(spec: DataSpec) -> Literal["classify", "tag", "qa"]:
+    if spec.name == "local":
+        if spec.task not in _ROLES:
+            raise ConfigError(f"data.task = {spec.task!r} is no task with labels; use classify, tag or qa")
+        return cast(Literal["classify", "tag", "qa"], spec.task)
+    if spec.name not in TASKS:
+        raise ConfigError(f"data.name = {spec.name!r} is not a task; {nearest(spec.name, [*TASKS, 'recall'])}")
+    return cast(Literal["classify", "tag", "qa"], TASKS[spec.name].kind)
+
+
+def _kept(spec: DataSpec) -> Path | None:
+    paths = (folder / task_file(spec) for folder in stores_folders())
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _find(spec: DataSpec, folder: Path | str | None, *, local: bool) -> Found | None:
+    """Where the set is; with `local`, None when no folder of this machine has it."""
+    kind = _kind(spec)
+    if spec.name != "local":
+        return sources.find_local(TASKS[spec.name], folder) if local else sources.find(TASKS[spec.name], folder)
+    assert spec.path is not None
+    roles = (*_ROLES[kind], *_MORE_ROLES[kind])
+    for role in spec.columns:
+        if role not in roles:
+            raise ConfigError(f"data.columns: {role!r} is no column of a {kind} task; {nearest(role, roles)}")
+    columns = {role: spec.columns.get(role, role) for role in roles if role in _ROLES[kind] or role in spec.columns}
+    return sources.local_files(spec.path, columns, kind)
+
+
+def _fingerprint(spec: DataSpec, found: Found, tokens: Tokens) -> str:
+    return digest({"settings": settings(spec), "tokenizer": tokens.hash, "data": found.identity()}, length=64)
+
+
+def _prepared(spec: DataSpec, found: Found, tokens: Tokens, progress: Progress | None) -> Prepared:
+    kind = _kind(spec)
+    fingerprint = _fingerprint(spec, found, tokens)
+    labels, rows, counts = _read(spec, found)
+    rows = _limited(spec, _honest(spec, found, rows))
+    arrays: dict[str, Arrays] = {}
+    for split, held in rows.items():
+        tell = _teller(progress, split)
+        if kind == "classify":
+            texts, seconds, numbers = zip(*held.items, strict=True)
+            pairs = list(seconds) if seconds[0] is not None else None
+            arrays[split] = classify_arrays(Labelled(list(texts), pairs, list(numbers)), tokens, spec.context, tell)
+        elif kind == "tag":
+            words, tags = zip(*held.items, strict=True)
+            arrays[split] = tag_arrays(Tagged(list(words), list(tags)), labels, tokens, spec.context, tell)
+        else:
+            arrays[split] = qa_arrays(held.items, tokens, spec.context, train=split == "train", progress=tell)
+    meta = {
+        "kind": kind,
+        "name": spec.name,
+        "fingerprint": fingerprint,
+        "settings": settings(spec),
+        "vocab_size": tokens.vocab_size,
+        "pad_id": tokens.pad_id,
+        "labels": list(labels),
+        "context": spec.context,
+        "provenance": _provenance(spec, found, tokens, rows, counts, arrays),
+        "overlap": overlap.duplicates({split: held.texts for split, held in rows.items()}),
+        "samples": {split: [text[:200] for text in held.texts[:_SAMPLES]] for split, held in rows.items()},
+    }
+    source = Prepared(arrays, meta, bucketing=spec.bucketing)
+    prepared.save(source, stores_folders()[0] / task_file(spec))
+    return source
+
+
+def _read(spec: DataSpec, found: Found) -> tuple[tuple[str, ...], dict[str, _Rows], dict[str, int]]:
+    """Labels, the rows of every split there is, and how many rows its files have."""
+    places: dict[str, Found] = dict.fromkeys(found.splits, found)
+    other = ELSEWHERE.get(spec.name)
+    if other is not None and "test" not in places and (more := sources.find_hub(other)) is not None:
+        places["test"] = more
+    if "train" not in places:
+        raise DataError(f"{spec.name}: has no training rows; expected {found.dataset.expected()}")
+    labels = _labels(spec, found)
+    rows: dict[str, _Rows] = {}
+    counts: dict[str, int] = {}
+    for split in SPLITS:
+        if split in places and not (split == "validation" and spec.selection == "test"):
+            counter = _Counter(places[split].rows(split))
+            rows[split] = _parsed(spec, counter, labels, _where(places[split], split), split)
+            counts[split] = counter.count
+    if spec.selection == "test" and "test" not in rows and spec.name != "local":
+        raise DataError(f'{spec.name}: selection = "test" needs a test split, and {found.place} has none')
+    return labels.names, rows, counts
+
+
+class _Counter:
+    """Rows as they come, counted."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = rows
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in self._rows:
+            self.count += 1
+            yield row
+
+
+def _labels(spec: DataSpec, found: Found) -> Labels:
+    kind = _kind(spec)
+    if kind == "qa":
+        return Labels(())
+    where = _where(found, "train")
+    if spec.name == "local":
+        read = label_names if kind == "classify" else tag_names
+        return Labels(read(found.rows("train"), where))
+    known = isinstance(found, FilesFound) and found.layout in found.dataset.layouts
+    return Labels(
+        found.dataset.labels,
+        order=None if known else HUB_ORDER.get(spec.name),
+        unlabelled=UNLABELLED.get(spec.name),
+    )
+
+
+def _parsed(spec: DataSpec, rows: Iterable[Row], labels: Labels, where: str, split: str) -> _Rows:
+    kind = _kind(spec)
+    if kind == "classify":
+        read = labelled(rows, labels, where)
+        seconds: list[str] | list[None] = read.seconds if read.seconds is not None else [None] * len(read.texts)
+        joined = [
+            text if second is None else f"{text}\n{second}" for text, second in zip(read.texts, seconds, strict=True)
+        ]
+        return _Rows(list(zip(read.texts, seconds, read.labels, strict=True)), read.texts, joined, read.unlabelled)
+    if kind == "tag":
+        sentences = tagged(rows, labels.names, where)
+        joined = [" ".join(words) for words in sentences.words]
+        return _Rows(list(zip(sentences.words, sentences.tags, strict=True)), joined, joined)
+    found = questions(rows, where)
+    kept = [question for question in found if not (split == "train" and question.ambiguous)]
+    texts = [f"{question.context}\n{question.question}" for question in kept]
+    return _Rows(list(kept), [question.group for question in kept], texts, len(found) - len(kept))
+
+
+def _honest(spec: DataSpec, found: Found, rows: Mapping[str, _Rows]) -> dict[str, _Rows]:
+    """The splits, with those that are missing carved from train."""
+    shares = _LOCAL_CARVE if spec.name == "local" else found.dataset.carve
+    train = rows["train"]
+    small = min(0.1, _ENOUGH / max(1, len(train.items)))
+    wanted = {split: max(share, small) for split, share in shares.items() if split not in rows}
+    if spec.selection == "test":
+        wanted.pop("validation", None)
+    if not wanted:
+        return dict(rows)
+    sides = overlap.carve(train.keys, wanted, spec.seed, where=_where(found, "train"))
+    split_up = dict(rows)
+    for split in ("train", *wanted):
+        split_up[split] = train.chosen(number for number, side in enumerate(sides) if side == split)
+        if not split_up[split].items:
+            raise DataError(f"{_where(found, 'train')}: nothing is left for {split}; give more rows")
+    split_up["train"].left_out = train.left_out
+    return {split: split_up[split] for split in SPLITS if split in split_up}
+
+
+def _limited(spec: DataSpec, rows: dict[str, _Rows]) -> dict[str, _Rows]:
+    """`examples` of the training rows, chosen by the seed: files are often sorted by label."""
+    train = rows["train"]
+    if spec.examples is None or spec.examples >= len(train.items):
+        return rows
+    few = train.chosen(np.sort(shuffled(len(train.items), spec.seed, _LIMIT)[: spec.examples]).tolist())
+    few.left_out = train.left_out
+    return rows | {"train": few}
+
+
+def _provenance(
+    spec: DataSpec,
+    found: Found,
+    tokens: Tokens,
+    rows: Mapping[str, _Rows],
+    counts: Mapping[str, int],
+    arrays: Mapping[str, Arrays],
+) -> dict[str, Any]:
+    told = found.describe()
+    official = {name: count for name, count in found.dataset.official.items() if name != "validation" or name in counts}
+    layout = found.layout if isinstance(found, FilesFound) else None
+    status, off = sources.judged(
+        replace(found.dataset, official=official), counts, partial=layout is not None and layout.partial
+    )
+    hub = found.dataset.hub
+    from_hub = layout is None and hub is not None
+    notes = [layout.note if layout else "", hub.note if hub and from_hub else "", off, found.dataset.note]
+    carved = [split for split in rows if split not in counts]
+    if carved:
+        notes.append(f"{' and '.join(carved)} carved from train by hash of the text (seed {spec.seed})")
+    if spec.selection == "test":
+        notes.append(
+            'selection = "test": validation reads the test split, the original\'s protocol, for replication only'
+        )
+    left_out = {split: held.left_out for split, held in rows.items() if held.left_out}
+    if left_out:
+        notes.append("left out: " + ", ".join(f"{count:,} rows of {split}" for split, count in left_out.items()))
+    if spec.examples is not None:
+        notes.append(f"train is limited to {len(rows['train'].items):,} examples")
+    return {
+        "name": spec.name,
+        "status": status,
+        "place": told["place"],
+        "from": told["from"],
+        "licence": found.dataset.licence,
+        "counts": {split: len(held.items) for split, held in rows.items()},
+        "rows": dict(counts),
+        "official": dict(found.dataset.official),
+        "tokenizer": {"name": Path(tokens.name).name, "hash": tokens.hash, "vocab_size": tokens.vocab_size},
+        "truncated": {split: _truncated(held) for split, held in arrays.items()},
+        "selection": spec.selection,
+        "note": "; ".join(note for note in notes if note),
+    }
+
+
+def _where(found: Found, split: str) -> str:
+    """The file of a split for messages, or the set and the split where there are several."""
+    if isinstance(found, FilesFound) and len(found.files.get(split, ())) == 1:
+        return str(found.files[split][0])
+    return f"{found.dataset.name} ({split})"
+
+
+def _teller(progress: Progress | None, split: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(split, done, total)
