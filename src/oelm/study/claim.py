@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,6 @@ def take(study_folder: Path, run: str) -> Held | None:
 
 
 def _aged(claim: Claim, now: float) -> Claim:
-    from dataclasses import replace
-
     try:
         return replace(claim, age=max(0.0, now - claim.path.stat().st_mtime))
     except OSError:

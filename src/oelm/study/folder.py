@@ -131,7 +131,7 @@ def study_folders(runs: Path) -> list[Path]:
 def find_run(runs: Path, name: str) -> Path:
     """The run folder of a path, an id, or any unique part of an id."""
     path = Path(name)
-    if path.is_dir() and (path / "run.toml").exists() or (path / "result.json").exists():
+    if (path.is_dir() and (path / "run.toml").exists()) or (path / "result.json").exists():
         return path
     every = [run for study in study_folders(runs) for run in run_folders(study)]
     exact = [run for run in every if run.name == name or f"{run.parent.name}/{run.name}" == name]

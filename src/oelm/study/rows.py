@@ -559,7 +559,7 @@ def chosen_rates(
     """Cell -> the rate its tuning runs favour, for cells whose tuning is complete.
 
     `records` are result.json contents. A diverged run counts as the worst there is: a rate is as good as its
-    mean over the tuning seeds, on the validation split. Ties go to the smaller rate.
+    mean over the tuning seeds, on the validation split (at the best evaluation, whose weights are kept). Ties go to the smaller rate.
     """
     if study.tuning is None:
         return {}
@@ -602,7 +602,8 @@ def _score(record: Mapping[str, Any] | None, select: str) -> float | None:
         return None
     if record["status"] == "diverged":
         return math.inf
-    value = ((record.get("metrics") or {}).get("validation") or {}).get(select)
+    metrics = record.get("metrics") or {}
+    value = (metrics.get("best") or metrics.get("validation") or {}).get(select)
     if not isinstance(value, int | float) or not math.isfinite(value):
         return math.inf
     return -float(value) if select in HIGHER_IS_BETTER else float(value)

@@ -12,6 +12,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from oelm.errors import ConfigError, MachineError, Preempted, nearest
 from oelm.study import claim, cost, devices
 from oelm.study.folder import SCHEMA, look, records
 from oelm.study.rows import Planned, Study, chosen_rates, expand, rates_that_failed
+from oelm.study.watch import WANTED
 from oelm.study.worker import TRAINER
 from oelm.train.folder import machine_error, write_atomically
 
@@ -221,6 +223,9 @@ class Runner:
                 self._queue.append(one)
         estimate = cost.Estimator(records(self.folder), self.options.devices[0])
         self._queue.sort(key=lambda one: -estimate.seconds(one.run))
+        queued = [{"id": one.id, "row": one.row, "steps": cost.steps(one.run)} for one in self._queue]
+        with contextlib.suppress(OSError, MachineError):  # for the monitor only
+            write_atomically(self.folder / WANTED, json.dumps(queued))
 
     # ---- starting
 
@@ -274,7 +279,7 @@ class Runner:
         )
 
     def _start(self, one: Planned, held: claim.Held, device: str) -> None:
-        task = {
+        task: dict[str, Any] = {
             "id": one.id,
             "row": one.row,
             "study": self.study.name,
@@ -295,7 +300,7 @@ class Runner:
         worker.give(one, held, task)
 
     def _new_worker(self, device: str) -> Worker:
-        name = f"{claim.socket.gethostname()}-{os.getpid()}-{device}.log"
+        name = f"{socket.gethostname()}-{os.getpid()}-{device}.log"
         worker = Worker(device, self.options, self.folder / ".workers" / name)
         self.workers.append(worker)
         self.selector.register(worker.answers, selectors.EVENT_READ, worker)
