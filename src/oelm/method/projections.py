@@ -1,0 +1,569 @@
+"""Finds the Q, K, V, O projections of any model: one table of families, or a pattern for a model outside it.
+
+Owns the knowledge of how families name, fuse and scale their projections. Refuses to change a model, and to guess:
+a module whose shapes do not fit the row that matched is an error, not a near miss.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from oelm.errors import MethodError, nearest
+from oelm.method.split import ROLES, Layout, Slice, SplitMultiheadAttention, SplitProjection
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family's attention module is recognised and laid out. Paths are relative to it; `..` goes up.
+
+    owner   a regular expression that the module's class name matches in full
+    fused   the child that holds several roles at once; `roles` says which, `layout` how (see split.Layout)
+    nested  the block is the module list one level above the nearest (T5: block.3.layer.0.SelfAttention)
+    scaled  whether logits are divided by the square root of head_dim
+    plain   whether q and k are plain products with the hidden state, so that a slice can take their place
+    """
+
+    name: str
+    q: str = ""
+    k: str = ""
+    v: str = ""
+    o: str = ""
+    owner: str = r".*"
+    fused: str = ""
+    roles: tuple[str, ...] = ()
+    layout: str = "concat"
+    nested: bool = False
+    scaled: bool = True
+    plain: bool = True
+
+    def path(self, role: str) -> str:
+        """The child that holds this role."""
+        return self.fused if role in self.roles else str(getattr(self, role))
+
+
+QKV = ROLES
+_T5 = r"\w*T5\w*Attention|SwitchTransformersAttention|Pop2PianoAttention|UdopAttention"
+
+# The first row that fits wins: rows that ask for a class or for more children stand before the general ones.
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "torch MultiheadAttention", owner=r"(Split)?MultiheadAttention", layout="in_proj", o="out_proj", plain=False
+    ),
+    Family(
+        "GPT-2 cross-attention", owner=r"\w*GPT2Attention", q="q_attn", fused="c_attn", roles=("k", "v"), o="c_proj"
+    ),
+    Family("GPT-2", owner=r"(\w*GPT2|ImageGPT)Attention", fused="c_attn", roles=QKV, o="c_proj"),
+    Family(
+        "GPT-NeoX, BLOOM, Falcon",
+        owner=r"(GPTNeoX|Bloom|Falcon|Persimmon)\w*",
+        fused="query_key_value",
+        roles=QKV,
+        layout="groups",
+        o="dense",
+    ),
+    Family("Phi-3", owner=r"Phi[34]\w*", fused="qkv_proj", roles=QKV, o="o_proj"),
+    Family("ModernBERT", owner=r"ModernBert\w*", fused="Wqkv", roles=QKV, o="Wo"),
+    Family("MPT", owner=r"Mpt\w*", fused="Wqkv", roles=QKV, o="out_proj"),
+    Family("timm", fused="qkv", roles=QKV, o="proj"),
+    Family("T5", owner=_T5, q="q", k="k", v="v", o="o", nested=True, scaled=False),
+    Family("OELM's GPT, MPNet", q="q", k="k", v="v", o="o"),
+    Family("GPT-Neo", owner=r"GPTNeo\w*", q="q_proj", k="k_proj", v="v_proj", o="out_proj", scaled=False),
+    Family("Llama, Mistral, Qwen, Gemma, OLMo, ViT", q="q_proj", k="k_proj", v="v_proj", o="o_proj"),
+    Family("OPT, BART, Whisper, CLIP", q="q_proj", k="k_proj", v="v_proj", o="out_proj"),
+    Family("Phi", q="q_proj", k="k_proj", v="v_proj", o="dense"),
+    Family("DeBERTa", q="query_proj", k="key_proj", v="value_proj", o="../output.dense", plain=False),
+    Family("DistilBERT", q="q_lin", k="k_lin", v="v_lin", o="out_lin"),
+    Family("ALBERT", q="query", k="key", v="value", o="dense"),
+    Family("BERT, RoBERTa, ELECTRA", q="query", k="key", v="value", o="../output.dense"),
+    Family("diffusers", q="to_q", k="to_k", v="to_v", o="to_out.0"),
+)
+
+# Relative to the block: where the feed-forward's matrices are. Norms in there are not its matrices.
+FEED_FORWARD = (
+    "mlp",
+    "ffn",
+    "ffn_output",
+    "feed_forward",
+    "intermediate",
+    "output.dense",
+    "fc1",
+    "fc2",
+    "linear1",
+    "linear2",
+    "layer.1.DenseReluDense",
+    "layer.2.DenseReluDense",
+)
+CROSS = re.compile(r"cross_?att|encoder_?attn|encdecatt|encoder_decoder_att|multihead_attn", re.IGNORECASE)
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head")
+SCALES = ("scaling", "scale", "inv_norm_factor")
+PATTERN_KEYS = ("q", "k", "v", "o", "qkv", "layout", "heads")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one role's matrix lies: the module that holds it, its parameters' leaf names, its place when fused."""
+
+    role: str
+    holder: str
+    module: nn.Module
+    weight_name: str = "weight"
+    bias_name: str = "bias"
+    transposed: bool = False
+    layout: Layout | None = None  # set while fused with other roles
+
+    @property
+    def name(self) -> str:
+        return f"{self.holder}.{self.weight_name}" if self.holder else self.weight_name
+
+    @property
+    def bias_path(self) -> str:
+        return f"{self.holder}.{self.bias_name}" if self.holder else self.bias_name
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """The whole parameter; None where a slice took its place."""
+        return None if isinstance(self.module, Slice) else getattr(self.module, self.weight_name)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if isinstance(self.module, Slice) else getattr(self.module, self.bias_name, None)
+
+    def rows(self) -> Tensor | None:
+        """The matrix of this role as (out, in) rows, or its (heads, head_dim, in) part while fused."""
+        weight = self.parameter
+        if weight is None:
+            return None
+        if self.transposed:
+            weight = weight.t()
+        return weight if self.layout is None else self.layout.take(weight, self.role)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module: where it stands, how many heads it has, where its matrices are."""
+
+    family: Family
+    stack: str
+    layer: int
+    cross: bool
+    name: str
+    module: nn.Module
+    block: str
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    def heads(self, role: str) -> int:
+        return self.n_heads if role == "q" else self.n_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """What the family multiplies q·k with."""
+        if not self.family.scaled:
+            return 1.0
+        for name in SCALES:
+            value = getattr(self.module, name, None)
+            if isinstance(value, float):
+                return value
+        position_terms = getattr(self.module, "pos_att_type", None) or ()  # DeBERTa adds them before it divides
+        return float(self.head_dim * (1 + len(position_terms))) ** -0.5
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of q, k, v, o of one attention module.
+
+    `weight` is the live tensor seen as (n_heads, head_dim, width_in) for q, k, v, and as (out, in) for o: a view of
+    the parameter `name` where its layout allows one (grouped fusions with several query heads are copied).
+    """
+
+    stack: str
+    layer: int
+    role: str
+    name: str
+    n_heads: int
+    head_dim: int
+    weight: Tensor = field(repr=False, compare=False)
+
+
+def find_projections(model: nn.Module, pattern: Mapping[str, Any] | None = None) -> list[Projection]:
+    """Every projection of the model, in order; cross-attention's stacks end in `.cross`."""
+    found = []
+    for site in find_sites(model, pattern):
+        for role, part in site.parts.items():
+            rows = part.rows()
+            if rows is None:
+                continue
+            if role != "o":
+                rows = rows.reshape(site.heads(role), site.head_dim, -1)
+            heads = site.n_heads if role == "o" else site.heads(role)
+            found.append(Projection(site.stack, site.layer, role, part.name, heads, site.head_dim, rows))
+    return found
+
+
+def find_sites(model: nn.Module, pattern: Mapping[str, Any] | None = None) -> list[Site]:
+    """Every attention module of the model, in order. None at all is an error that names the nearest modules."""
+    if not isinstance(model, nn.Module):
+        raise MethodError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    rows = FAMILIES if pattern is None else (_pattern_family(pattern),)
+    heads = None if pattern is None else pattern.get("heads")
+    modules = dict(model.named_modules())
+    found = []
+    for name in modules:
+        for family in rows:
+            parts = _parts(family, name, modules)
+            if parts is not None:
+                if pattern is not None:  # the names may be long: the attention module is where q stands
+                    name = parts["q"].rpartition(".")[0]
+                found.append((family, name, modules[name], parts))
+                break
+    if not found:
+        raise MethodError(_nothing_found(model, modules, pattern))
+    return _numbered([_site(modules, model, heads, *each) for each in found])
+
+
+def _join(prefix: str, path: str) -> str:
+    parts = prefix.split(".") if prefix else []
+    while path.startswith("../"):
+        if not parts:
+            return "?"
+        parts, path = parts[:-1], path[3:]
+    return ".".join([*parts, path])
+
+
+def _parts(family: Family, name: str, modules: Mapping[str, nn.Module]) -> dict[str, str] | None:
+    """role -> module path, when every child that the row needs is there."""
+    module = modules[name]
+    if not re.fullmatch(family.owner, type(module).__name__):
+        return None
+    if family.layout == "in_proj":
+        return {"o": _join(name, family.o)} if isinstance(module, nn.MultiheadAttention) else None
+    paths = {role: _join(name, family.path(role)) for role in ("q", "k", "v", "o") if family.path(role)}
+    needed = {"q", "k"} if family.name == "pattern" else set(paths)
+    if not {"q", "k"} <= set(paths) or not all(paths[role] in modules for role in needed):
+        return None
+    return {role: path for role, path in paths.items() if path in modules}
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """A Linear or a GPT-2 Conv1D, which keeps its matrix transposed."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        return False
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _site(
+    modules: Mapping[str, nn.Module],
+    model: nn.Module,
+    given_heads: int | None,
+    family: Family,
+    name: str,
+    module: nn.Module,
+    paths: Mapping[str, str],
+) -> Site:
+    where = f"{name or type(module).__name__} ({family.name})"
+    for role in ("q", "k", "v", "o"):
+        child = modules.get(paths.get(role, ""), None)
+        if role in paths and child is not None and not isinstance(child, SplitProjection | Slice):
+            _require_matrix(child, paths[role])
+    if isinstance(module, nn.MultiheadAttention):
+        n_heads, head_dim, n_kv = module.num_heads, module.head_dim, module.num_heads
+        parts = _torch_parts(name, module)
+    else:
+        n_heads, head_dim = _heads(modules, model, given_heads, family, name, paths, where)
+        n_kv, parts = _split_parts(modules, family, paths, n_heads, head_dim, where)
+    if "o" in paths:
+        output = modules[paths["o"]]
+        parts["o"] = Part("o", paths["o"], output, transposed=is_transposed(output))
+    block = _block(name, family.nested)
+    cross = bool(CROSS.search(name)) or getattr(module, "is_cross_attention", None) is True
+    return Site(family, "", 0, cross, name, module, block, n_heads, n_kv, head_dim, parts)
+
+
+def _require_matrix(module: nn.Module, path: str) -> None:
+    weight = getattr(module, "weight", None)
+    kind = type(module).__name__
+    if hasattr(module, "base_layer"):
+        raise MethodError(f"{path} is a {kind} around another layer; merge or unload the adapter first")
+    floating = isinstance(weight, Tensor) and weight.is_floating_point()
+    kinds = kind + type(getattr(weight, "data", None)).__name__
+    if kind != "NonDynamicallyQuantizableLinear" and re.search(r"4bit|8bit|quant|awq|gptq", kinds, re.IGNORECASE):
+        floating = False
+    if not floating:
+        raise MethodError(f"{path} is a quantised layer ({kind}); apply the method to a model loaded in full precision")
+    if not is_matrix(module):
+        raise MethodError(
+            f"{path} is a {kind}, not a Linear with a two-dimensional weight; it cannot be drawn or frozen"
+        )
+
+
+def _out_features(module: nn.Module) -> int:
+    if isinstance(module, SplitProjection | Slice):
+        return module.out_features
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return int(weight.shape[1] if is_transposed(module) else weight.shape[0])
+
+
+def _in_features(module: nn.Module) -> int:
+    if isinstance(module, SplitProjection | Slice):
+        return module.in_features
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return int(weight.shape[0] if is_transposed(module) else weight.shape[1])
+
+
+def _whole(holder: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _heads(
+    modules: Mapping[str, nn.Module],
+    model: nn.Module,
+    given: int | None,
+    family: Family,
+    name: str,
+    paths: Mapping[str, str],
+    where: str,
+) -> tuple[int, int]:
+    """(query heads, head_dim): from the module itself, its settings, the modules around it, the model's settings."""
+    module = modules[name]
+    around = [module, getattr(module, "config", None)]
+    parent = name
+    while parent:
+        parent = parent.rpartition(".")[0]
+        around.append(modules[parent])
+    around += [getattr(model, "config", None), getattr(model, "shape", None)]
+    heads = given if given is not None else next((n for o in around if (n := _whole(o, HEADS))), None)
+    head_dim = _whole(module, HEAD_DIMS)
+    fused = "q" in family.roles
+    query = modules[paths["q"]]
+    total = _in_features(modules[paths["o"]]) if fused and "o" in paths else _out_features(query)
+    if fused and "o" not in paths:
+        total = _in_features(query)
+    if heads is None and head_dim is None:
+        raise MethodError(
+            f"{where}: how many heads it has cannot be seen (looked for {', '.join(HEADS)}); "
+            'say it with pattern={..., "heads": n}'
+        )
+    if given is not None or head_dim is None:
+        assert heads is not None
+        head_dim = total // heads
+    if heads is None:
+        heads = total // head_dim
+    if head_dim * heads != total:
+        raise MethodError(
+            f"{where}: {heads} heads of {head_dim} channels do not make the projection's {total}; "
+            "it holds something else beside the heads, and cannot be treated"
+        )
+    return heads, head_dim
+
+
+def _split_parts(
+    modules: Mapping[str, nn.Module],
+    family: Family,
+    paths: Mapping[str, str],
+    n_heads: int,
+    head_dim: int,
+    where: str,
+) -> tuple[int, dict[str, Part]]:
+    parts: dict[str, Part] = {}
+    if family.roles:
+        holder = paths[family.roles[-1]]
+        fused = modules[holder]
+        own = n_heads if "q" in family.roles else 0
+        units, rest = divmod(_out_features(fused), head_dim)
+        n_kv = (units - own) // 2
+        if rest or n_kv < 1 or (units - own) % 2:
+            raise MethodError(
+                f"{where}: {_out_features(fused)} fused channels are not {n_heads} query heads of {head_dim} and "
+                "equally many key and value heads"
+            )
+        layout = Layout(family.layout, {r: n_heads if r == "q" else n_kv for r in family.roles}, head_dim)
+        for role in family.roles:
+            if isinstance(fused, SplitProjection):
+                parts[role] = Part(role, f"{holder}.{role}", getattr(fused, role))
+            else:
+                parts[role] = Part(role, holder, fused, transposed=is_transposed(fused), layout=layout)
+    else:
+        n_kv = _out_features(modules[paths["k"]]) // head_dim
+        if n_kv * head_dim != _out_features(modules[paths["k"]]):
+            raise MethodError(f"{where}: the keys' projection is not a whole number of heads of {head_dim} channels")
+    for role in ("q", "k", "v"):
+        if role in paths and role not in family.roles:
+            child = modules[paths[role]]
+            parts[role] = Part(role, paths[role], child, transposed=is_transposed(child))
+    if n_kv == 0 or n_heads % n_kv:
+        raise MethodError(f"{where}: {n_kv} key heads do not divide {n_heads} query heads")
+    return n_kv, {role: parts[role] for role in ("q", "k", "v") if role in parts}
+
+
+def _torch_parts(name: str, module: nn.MultiheadAttention) -> dict[str, Part]:
+    if module.bias_k is not None:
+        raise MethodError(f"{name or 'MultiheadAttention'}: bias_k and bias_v are extra keys; not supported")
+    if isinstance(module, SplitMultiheadAttention):
+        return {r: Part(r, name, module, f"{r}_proj_weight", f"{r}_proj_bias") for r in ROLES}
+    if module.in_proj_weight is None:
+        return {r: Part(r, name, module, f"{r}_proj_weight", "in_proj_bias") for r in ROLES}
+    layout = Layout("concat", dict.fromkeys(ROLES, module.num_heads), module.head_dim)
+    return {r: Part(r, name, module, "in_proj_weight", "in_proj_bias", layout=layout) for r in ROLES}
+
+
+def _block(name: str, nested: bool) -> str:
+    """The path of the repeated block that this attention module belongs to."""
+    parts = name.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
+    if nested and len(numbered) > 1:
+        numbered.pop()
+    return ".".join(parts[: numbered[-1] + 1]) if numbered else name.rpartition(".")[0]
+
+
+def _numbered(sites: list[Site]) -> list[Site]:
+    """Give every site its stack's label and its number within the stack."""
+    prefix_of = {site.name: site.block.rpartition(".")[0] for site in sites}
+    prefixes = sorted(set(prefix_of.values()))
+    short = {prefix: _label(prefix) for prefix in prefixes}
+    if len(set(short.values())) < len(prefixes):
+        short = {prefix: prefix or "main" for prefix in prefixes}
+    found = []
+    count: dict[str, int] = {}
+    for site in sites:
+        stack = short[prefix_of[site.name]] + (".cross" if site.cross else "")
+        layer = count.get(stack, 0)
+        count[stack] = layer + 1
+        values = {f: getattr(site, f) for f in site.__dataclass_fields__} | {"stack": stack, "layer": layer}
+        found.append(Site(**values))
+    return found
+
+
+def _label(prefix: str) -> str:
+    """encoder or decoder where the path says so: the same whether or not a head stands on top of the model."""
+    return next((part for part in reversed(prefix.split(".")) if part in ("encoder", "decoder")), "main")
+
+
+def feed_forward(sites: list[Site], model: nn.Module) -> dict[str, Site]:
+    """Names of the feed-forward's parameters, each with the site of its block."""
+    modules = dict(model.named_modules())
+    found: dict[str, Site] = {}
+    for site in sites:
+        if site.cross:
+            continue
+        for path in FEED_FORWARD:
+            root = _join(site.block, path) if site.block else path
+            if root not in modules:
+                continue
+            for name, module in modules[root].named_modules(prefix=root):
+                own = dict(module.named_parameters(recurse=False))
+                if any(parameter.dim() >= 2 for parameter in own.values()):
+                    found.update({f"{name}.{leaf}": site for leaf in own})
+    return found
+
+
+def _pattern_family(pattern: Mapping[str, Any]) -> Family:
+    if not isinstance(pattern, Mapping):
+        raise MethodError(f'pattern: expected a table such as {{"q": "attn.to_q", "k": "attn.to_k"}}, got {pattern!r}')
+    for key, value in pattern.items():
+        if key not in PATTERN_KEYS:
+            raise MethodError(f"pattern: unknown key {key!r}; {nearest(str(key), PATTERN_KEYS)}")
+        if key == "heads":
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise MethodError(f"pattern: heads must be a whole number above 0, got {value!r}")
+        elif not isinstance(value, str) or not value:
+            raise MethodError(f"pattern: {key} must be the end of a module's name, got {value!r}")
+    layout = pattern.get("layout", "concat")
+    if layout not in ("concat", "groups"):
+        raise MethodError(f"pattern: layout {layout!r} is not concat (all q, all k, all v) or groups (head by head)")
+    if ("qkv" in pattern) == bool({"q", "k"} & set(pattern)):
+        raise MethodError("pattern: name q and k (and v, o), or the fused projection as qkv")
+    if "qkv" not in pattern and not {"q", "k"} <= set(pattern):
+        raise MethodError("pattern: name both q and k")
+    names = {role: pattern.get(role, "") for role in ("q", "k", "v", "o")}
+    if "qkv" in pattern:
+        return Family("pattern", fused=pattern["qkv"], roles=QKV, layout=layout, o=names["o"])
+    return Family("pattern", **names)
+
+
+_NOISE = re.compile(r"proj(ection)?|linear|layer|lin|weight|attention|attn|dense|head|fc|to|in|w|_|\d")
+_MEANS = {"q": "q", "query": "q", "queries": "q", "k": "k", "key": "k", "keys": "k", "v": "v", "value": "v"}
+_MEANS |= {"values": "v", "o": "o", "out": "o", "output": "o", "qkv": "qkv", "querykeyvalue": "qkv"}
+
+
+def _nothing_found(model: nn.Module, modules: Mapping[str, nn.Module], pattern: Mapping[str, Any] | None) -> str:
+    """What was looked for, the nearest names, and a pattern that would match them."""
+    kind = type(model).__name__
+    templates: dict[str, int] = {}
+    for name, module in modules.items():
+        if is_matrix(module):
+            template = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            templates[template] = templates.get(template, 0) + 1
+    if not templates:
+        return f"no attention projections in {kind}: it has no Linear modules at all"
+    sought = [str(v) for k, v in (pattern or {}).items() if k in ("q", "k", "v", "o", "qkv")]
+    sought = sought or sorted({f.path(r).rpartition("/")[2] for f in FAMILIES for r in ("q", "k") if f.path(r)})
+    guess = _guess(templates)
+    near = [t for t in templates if any(t == v or t.endswith("." + v) for v in guess.values())]
+    if not near:
+        scored = sorted(templates, key=lambda t: -max(_likeness(t, s) for s in sought))
+        near = scored[:4]
+    shown = ", ".join(f"{t} ({templates[t]}x)" for t in near[:6])
+    heads = next((n for m in modules.values() if (n := _whole(m, HEADS))), None)
+    if heads is None:
+        heads = _whole(getattr(model, "config", None), HEADS)
+    if guess:
+        body = ", ".join(f'"{role}": "{name}"' for role, name in guess.items())
+        body += f', "heads": {heads if heads else "<number of heads>"}'
+    else:
+        last = near[0].rpartition("*.")[2]
+        body = f'"q": "{last}", "k": "<name>", "v": "<name>", "o": "<name>", "heads": <number of heads>'
+    looked = f"pattern {dict(pattern)!r} matches no module" if pattern is not None else "no known family matches"
+    return f"no attention projections found in {kind}: {looked}; nearest modules: {shown}; try pattern={{{body}}}"
+
+
+def _likeness(template: str, sought: str) -> float:
+    last = template.rpartition(".")[2]
+    return difflib.SequenceMatcher(None, last, sought.rpartition(".")[2]).ratio()
+
+
+def _guess(templates: Mapping[str, int]) -> dict[str, str]:
+    """role -> end of a module's name, from names that sound like q, k, v, o within one parent."""
+    by_parent: dict[str, dict[str, str]] = {}
+    for template in templates:
+        parent, _, last = template.rpartition(".")
+        role = _MEANS.get(_NOISE.sub("", last.lower())) or _MEANS.get(last.lower())
+        if role:
+            by_parent.setdefault(parent, {}).setdefault(role, last)
+    for found in by_parent.values():
+        if "qkv" in found:
+            return {role: found[role] for role in ("qkv", "o") if role in found}
+        if {"q", "k"} <= set(found):
+            return {role: found[role] for role in ("q", "k", "v", "o") if role in found}
+    return {}
+
+
+def shared_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of names by which two different modules hold one parameter (the first name is the earlier)."""
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{leaf}" if path else leaf
+            if id(parameter) in first:
+                yield first[id(parameter)], name
+            else:
+                first[id(parameter)] = name
