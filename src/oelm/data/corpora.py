@@ -62,10 +62,9 @@ CORPORA: dict[str, DataSet] = {
             ),
             hub=Hub(
                 id="Skylion007/openwebtext",
-                config="plain_text",
-                revision="refs/convert/parquet",
                 splits={"train": "train"},
                 stream=True,
+                note="the main revision: the Parquet conversion holds a part of it",
             ),
             official={"train": 8_013_769},
             carve={"validation": 0.0025, "test": 0.0025},

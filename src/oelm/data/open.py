@@ -14,7 +14,7 @@ from oelm.data import corpora, sources
 from oelm.data.prepare import Report, Wanted, prepared
 from oelm.data.sources import DataSet, Found
 from oelm.data.spec import DataSpec
-from oelm.data.store import Store, open_store, stores
+from oelm.data.store import Index, Store, open_store, stores
 from oelm.data.tokens import load_tokens
 from oelm.data.windows import LmSource
 from oelm.errors import ConfigError, DataError, nearest
@@ -132,7 +132,7 @@ def _largest(spec: DataSpec) -> Store | None:
     fitting = [
         (index.splits["train"].tokens, path)
         for path, index in stores()
-        if index.name == spec.name and index.seed == spec.seed and index.tokenizer.name == Path(spec.tokenizer).name
+        if index.name == spec.name and index.seed == spec.seed and _same_tokenizer(spec, index)
     ]
     if not fitting:
         return None
@@ -144,6 +144,13 @@ def _largest(spec: DataSpec) -> Store | None:
             f"lower tokens or bring the text"
         )
     return store
+
+
+def _same_tokenizer(spec: DataSpec, index: Index) -> bool:
+    """By hash where the tokenizer is a file; the well-known ones by name, for a machine that has the store only."""
+    if spec.tokenizer in ("gpt2", "bert"):
+        return index.tokenizer.name == spec.tokenizer
+    return index.tokenizer.hash == load_tokens(spec.tokenizer).hash
 
 
 __all__ = ["DataSet", "Source", "kind_of", "load", "load_lm", "names", "store_of"]

@@ -33,6 +33,7 @@ def say(
 
     When only a part of the split was scored, words and bytes are taken in proportion and `whole` is false.
     """
+    nats = float(nats)  # a numpy number would not be JSON
     if tokens < 1 or tokens > text.tokens:
         raise ConfigError(f"perplexity of {tokens:,} tokens: the split has {text.tokens:,} that can be scored")
     if math.isnan(nats) or nats < 0:

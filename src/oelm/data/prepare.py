@@ -8,13 +8,10 @@ would refuse to read, and leaves nothing behind when the text is at fault.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oelm.data import carving, corpora
+from oelm.data.disk import held, saving, sync_folder, write_file
 from oelm.data.reading import Piece
 from oelm.data.sources import SPLITS, FilesFound, Found, judged
 from oelm.data.store import (
@@ -41,11 +39,12 @@ from oelm.data.store import (
     vocabulary_dtype,
 )
 from oelm.data.tokens import Tokens
-from oelm.errors import BusyError, DataError, MachineError
+from oelm.errors import DataError
 from oelm.values import digest
 
 
 BATCH_CHARACTERS = 4 << 20  # handed to the tokenizer at once
+FEW_DOCUMENTS = 20  # fewer are cut into blocks before they are shared out among splits
 STATE = "progress.json"
 
 Report = Callable[[str, int, int], None]  # split, tokens so far, bytes of text so far
@@ -92,51 +91,6 @@ def prepared(wanted: Wanted, *, wait: bool = True, report: Report | None = None,
         return open_store(path)
 
 
-@contextlib.contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """A failing disk as one line."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        remedy = {
-            errno.ENOSPC: "free some space, or name another disk with OELM_HOME; the same command continues",
-            errno.EDQUOT: "the quota is used up: name another disk with OELM_HOME",
-            errno.EROFS: "it is read-only: name another folder with OELM_HOME",
-        }.get(error.errno or 0, "check its permissions, or name another folder with OELM_HOME")
-        raise MachineError(
-            f"{error.filename or folder}: cannot be written ({error.strerror or error}); {remedy}"
-        ) from None
-
-
-@contextlib.contextmanager
-def held(folder: Path, key: str, *, wait: bool, patience: float = 3600.0) -> Iterator[None]:
-    """One process at a time: the lock dies with its holder."""
-    path = folder / f".{key}.lock"
-    with open(path, "a+") as file:
-        begun = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                if not wait or time.monotonic() - begun > patience:
-                    raise BusyError(
-                        f"{folder / key}: process {holder} is preparing this store; wait for it, then run again"
-                    ) from None
-                time.sleep(0.2)
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
-
-
 @dataclass
 class _Writer:
     """One split being written. Its state after a shard is enough to go on from there in another process."""
@@ -157,7 +111,8 @@ class _Writer:
     characters: int = 0
     _current: int = -1
     _emitted: int = 0
-    _before: dict[str, int] = field(default_factory=dict)
+    _before: dict[str, int] = field(default_factory=dict)  # counts before the current document
+    _saved: dict[str, int] = field(default_factory=dict)  # counts before `document`
     _held: list[npt.NDArray[Any]] = field(default_factory=list)
     _held_tokens: int = 0
     _starts: list[int] = field(default_factory=list)
@@ -165,7 +120,7 @@ class _Writer:
 
     @property
     def tokens(self) -> int:
-        return sum(shard["tokens"] for shard in self.shards) + self._held_tokens
+        return sum(int(shard["tokens"]) for shard in self.shards) + self._held_tokens
 
     @property
     def full(self) -> bool:
@@ -226,16 +181,18 @@ class _Writer:
         self._held, self._held_tokens = [rest], len(rest)
         self._starts = [s - count for s in self._starts if s >= count]
         self.document, self.offset = self._current, self._emitted - len(rest)
+        self._saved = self._before
 
     def state(self) -> dict[str, Any]:
         """To go on from the last whole shard: what came before the document it ended in."""
-        return {"shards": self.shards, "document": self.document, "offset": self.offset, "before": self._before}
+        return {"shards": self.shards, "document": self.document, "offset": self.offset, "before": self._saved}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self.shards = list(state["shards"])
         self.document, self.offset = state["document"], state["offset"]
-        for name, value in state["before"].items():
+        self._saved = dict(state["before"])
+        for name, value in self._saved.items():
             setattr(self, name, value)
 
     def index(self) -> SplitIndex:
@@ -248,22 +205,6 @@ class _Writer:
             characters=self.characters,
             shards=tuple(Shard(**shard) for shard in self.shards),
         )
-
-
-def write_file(path: Path, data: npt.NDArray[Any] | bytes) -> str:
-    """Write beside, flush to the disk, rename; the SHA-256 of what was written."""
-    beside = path.with_name(path.name + ".new")
-    raw = memoryview(data).cast("B") if isinstance(data, bytes) or data.size else memoryview(b"")
-    try:
-        with open(beside, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-    return hashlib.sha256(raw).hexdigest()
 
 
 def _write(wanted: Wanted, path: Path, report: Report | None) -> None:
@@ -299,15 +240,6 @@ def _write(wanted: Wanted, path: Path, report: Report | None) -> None:
     sync_folder(partial)
     os.rename(partial, path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder last."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_splits(
@@ -375,14 +307,16 @@ def carved_shares(found: Found) -> dict[str, float]:
 
 def _units(wanted: Wanted, split: str, carved: Mapping[str, float]) -> tuple[Iterator[Piece], carving.Route]:
     found = wanted.found
-    documents = lambda: corpora.documents(found, split)  # noqa: E731
     if split != "train" or not carved:
-        return documents(), carving.everything(split)
+        return corpora.documents(found, split), carving.everything(split)
     if found.place in ("hub", "cache") or (found.describe()["status"] == "real" and found.place != "local"):
-        return documents(), carving.by_share(carved, wanted.seed)
-    units = documents
-    if isinstance(found, FilesFound) and sum(piece.starts for piece in documents()) < 20:
-        units = lambda: carving.blocks(documents())  # noqa: E731
+        return corpora.documents(found, split), carving.by_share(carved, wanted.seed)
+    cut_up = sum(piece.starts for piece in corpora.documents(found, split)) < FEW_DOCUMENTS
+
+    def units() -> Iterator[Piece]:
+        whole = corpora.documents(found, split)
+        return carving.blocks(whole) if cut_up else whole
+
     where = str(found.files["train"][0]) if isinstance(found, FilesFound) else wanted.name
     return units(), carving.by_rank(carved, wanted.seed, units(), where)
 

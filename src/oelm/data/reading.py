@@ -282,12 +282,18 @@ def _csv_rows(path: Path, columns: Mapping[str, str], optional: frozenset[str]) 
         raise DataError(f"{path}: line {reader.line_num}: is not CSV ({error})") from None
 
 
-def _parquet(path: Path) -> Any:
+def _arrow() -> Any:
+    """pyarrow, untyped, and imported when a table is read."""
     import pyarrow as pa
-    from pyarrow import parquet
+    import pyarrow.parquet
 
+    return pa
+
+
+def _parquet(path: Path) -> Any:
+    pa = _arrow()
     try:
-        return parquet.ParquetFile(path)
+        return pa.parquet.ParquetFile(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the name") from None
     except (pa.ArrowException, OSError) as error:
@@ -295,8 +301,7 @@ def _parquet(path: Path) -> Any:
 
 
 def _parquet_rows(path: Path, columns: Mapping[str, str], optional: frozenset[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-
+    pa = _arrow()
     file = _parquet(path)
     names = file.schema_arrow.names
     pick(dict.fromkeys(names), columns, optional, str(path))
@@ -311,8 +316,7 @@ def _parquet_rows(path: Path, columns: Mapping[str, str], optional: frozenset[st
 
 
 def _arrow_rows(path: Path, columns: Mapping[str, str], optional: frozenset[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-
+    pa = _arrow()
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
             pick(dict.fromkeys(stream.schema.names), columns, optional, str(path))

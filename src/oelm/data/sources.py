@@ -6,6 +6,7 @@ Owns `DataSet` (one row of the tables in corpora.py and tasks.py), the search, a
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import os
@@ -97,8 +98,13 @@ def _patterns(prefix: str, split: str) -> tuple[str, ...]:
 class Found(Protocol):
     """A data set somewhere, ready to be read."""
 
-    dataset: DataSet
-    place: str  # folder | shared | cache | hub | package | local
+    @property
+    def dataset(self) -> DataSet:
+        """Its row of the table."""
+
+    @property
+    def place(self) -> str:
+        """folder, shared, cache, hub, package or local."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -312,13 +318,12 @@ def find_hub(dataset: DataSet) -> HubFound | None:
     """The data set out of the Hugging Face cache or off the hub; None when neither has it."""
     if dataset.hub is None:
         return None
-    cached = _loaded(dataset.hub, local=True)
+    cached = _loaded(dataset.hub, fetch=False)
     if cached:
         return HubFound(dataset=dataset, place="cache", hub=dataset.hub, loaded=cached)
     if offline() or not hub_answers():
         return None
-    loaded = _loaded(dataset.hub, local=False)
-    return HubFound(dataset=dataset, place="hub", hub=dataset.hub, loaded=loaded) if loaded else None
+    return HubFound(dataset=dataset, place="hub", hub=dataset.hub, loaded=_loaded(dataset.hub, fetch=True))
 
 
 def offline() -> bool:
@@ -349,29 +354,39 @@ def hub_answers(patience: float = HUB_PATIENCE) -> bool:
     return answered.is_set()
 
 
-def _loaded(hub: Hub, *, local: bool) -> dict[str, Any]:
+def _loaded(hub: Hub, *, fetch: bool) -> dict[str, Any]:
     try:
         import datasets
     except ImportError:
-        if local:
+        if not fetch:
             return {}
         raise MachineError(f"{hub.id} is on the hub: install oelm[data] to read it, or name a --folder") from None
+    load: Any = datasets.load_dataset  # type: ignore[attr-defined]
     loaded = {}
-    for split, theirs in hub.splits.items():
-        try:
-            loaded[split] = datasets.load_dataset(
-                hub.id,
-                hub.config,
-                split=theirs,
-                revision=hub.revision,
-                streaming=hub.stream and not local,
-                download_config=datasets.DownloadConfig(local_files_only=True) if local else None,
-            )
-        except Exception as error:  # the hub's libraries raise what their transport raises
-            if local:
-                return {}
-            raise DataError(f"{hub.id} ({theirs}): cannot be fetched ({_brief(error)}); name a --folder") from None
+    with contextlib.nullcontext() if fetch else _without_network():
+        for split, theirs in hub.splits.items():
+            try:
+                streaming = hub.stream and fetch
+                loaded[split] = load(hub.id, hub.config, split=theirs, revision=hub.revision, streaming=streaming)
+            except Exception as error:  # the hub's libraries raise what their transport raises
+                if not fetch:
+                    return {}
+                raise DataError(f"{hub.id} ({theirs}): cannot be fetched ({_brief(error)}); name a --folder") from None
     return loaded
+
+
+@contextlib.contextmanager
+def _without_network() -> Iterator[None]:
+    """Look into the cache only. `local_files_only` is not enough: datasets 5.2 asks the hub six times all the same."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
+    constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = True, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _brief(error: Exception) -> str:

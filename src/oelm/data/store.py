@@ -175,7 +175,7 @@ class Store:
 
     def _cut_hashes(self, limit: int) -> list[tuple[str, str]]:
         return [
-            (hashlib.sha256(tokens).hexdigest(), hashlib.sha256(starts).hexdigest())
+            (hash_of(tokens), hash_of(starts))
             for tokens, starts in cut_shards(self.parts["train"], self.starts["train"], limit)
         ]
 
@@ -183,6 +183,11 @@ class Store:
     def tokenizer_text(self) -> str:
         """The tokenizer's file."""
         return (self.folder / TOKENIZER).read_text(encoding="utf-8")
+
+
+def hash_of(data: npt.NDArray[Any]) -> str:
+    """SHA-256 of an array's bytes."""
+    return hashlib.sha256(data.data if data.size else b"").hexdigest()
 
 
 def cut_shards(
@@ -286,7 +291,7 @@ def _check_sums(folder: Path, split: str, held: SplitIndex) -> None:
 
 
 def _check_hash(path: Path, data: npt.NDArray[Any], expected: str) -> None:
-    if hashlib.sha256(data).hexdigest() != expected:
+    if hash_of(data) != expected:
         raise DataError(f"{path}: does not have the hash of the index; the shard is altered: prepare the store again")
 
 
