@@ -80,11 +80,26 @@ def test_a_frozen_projection_costs_no_weight_gradient(frozen: str, saved: int) -
     assert products.count == 10 * 24 * (3 * 48 - saved)
 
 
-def test_the_model_compiles_with_frozen_projections_and_gives_the_same_gradient() -> None:
-    model = GPT(SHAPE, seed=1)
+def test_tied_projections_are_multiplied_once() -> None:
+    q, k, v = (nn.Linear(24, 24, bias=False) for _ in range(3))
+    k.weight = q.weight
+    x = torch.randn(10, 24, requires_grad=True)
+    with _Products() as products:
+        found = fused_projections(x, [q, k, v])
+        torch.stack(found).square().sum().backward()
+    assert products.count == 10 * 24 * 3 * 48
+    expected = torch.autograd.grad(sum(linear(x).square().sum() for linear in (q, k, v)), q.weight)[0]
+    assert torch.allclose(q.weight.grad, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_compiles_with_frozen_projections_and_gives_the_same_gradient(tied: bool) -> None:
+    model = GPT(SHAPE.changed(kv_heads=None), seed=1)
     for block in model.blocks:
-        block.attn.q.requires_grad_(False)
-        block.attn.k.requires_grad_(False)
+        if tied:
+            block.attn.k.weight = block.attn.q.weight
+        for parameter in (*block.attn.q.parameters(), *block.attn.k.parameters()):
+            parameter.requires_grad_(False)
     inputs = torch.arange(20).view(2, 10)
 
     def grads(run) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]

@@ -88,16 +88,26 @@ def _runs(sizes: list[int], trains: tuple[bool, ...]) -> list[tuple[int, int, li
 
 
 def fused_projections(x: Tensor, linears: list[nn.Linear]) -> list[Tensor]:
-    """What each Linear gives for x, computed as one product forward and as few as possible backward."""
+    """What each Linear gives for x, computed as one product forward and as few as possible backward.
+
+    A matrix that two of them share (K tied to Q) is multiplied once.
+    """
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    weights = [linear.weight.to(dtype) for linear in linears]
+    distinct: list[Tensor] = []
+    places: list[int] = []
+    for linear in linears:
+        place = next((i for i, known in enumerate(distinct) if known is linear.weight), len(distinct))
+        if place == len(distinct):
+            distinct.append(linear.weight)
+        places.append(place)
+    trains = tuple(weight.requires_grad for weight in distinct)
+    weights = [weight.to(dtype) for weight in distinct]
     stacked = torch.cat([weight.detach() for weight in weights])
-    trains = tuple(linear.weight.requires_grad for linear in linears)
     product: Tensor = _FusedProjection.apply(x.to(dtype), stacked, trains, *weights)  # type: ignore[no-untyped-call]
     parts = torch.split(product, [w.shape[0] for w in weights], dim=-1)
     return [
-        part if linear.bias is None else part + linear.bias.to(dtype)
-        for part, linear in zip(parts, linears, strict=True)
+        parts[place] if linear.bias is None else parts[place] + linear.bias.to(dtype)
+        for place, linear in zip(places, linears, strict=True)
     ]
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oelm.models.fused import fused_vocabulary_loss, usable
+
 
 IGNORED = -100
 CHUNK_LOGITS = 2**25  # logits of one chunk: 128 MiB in float32
@@ -30,6 +32,8 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     grad = torch.is_grad_enabled()
+    if grad and usable(hidden, dtype):
+        return fused_vocabulary_loss(hidden.flatten(0, -2).to(dtype), weight.to(dtype), targets.flatten())
     nats: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, -2).to(dtype),
         weight.to(dtype),

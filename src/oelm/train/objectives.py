@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ class Source(Protocol):
 
     def eval_batches(self, split: str, batch: int) -> Iterator[dict[str, Any]]: ...
 
-    def score(self, split: str, outputs: Sequence[Sequence[Any]]) -> dict[str, Any]: ...
+    def score(self, split: str, outputs: Any) -> dict[str, Any]: ...
 
 
 def bare(model: nn.Module) -> Any:
@@ -134,12 +134,16 @@ class Objective(abc.ABC):
                 break
         if not totals:
             raise DataError(f"{source.name}: the {split} split has nothing to evaluate; choose another split")
-        metrics = self.metrics({name: float(value) for name, value in totals.items()})
-        if outputs:
-            arrays_out = [tuple(tensor.cpu().numpy() for tensor in output) for output in outputs]
-            scored = source.score(split, arrays_out)
-            metrics |= {name: value for name, value in scored.items() if isinstance(value, int | float)}
-        return metrics
+        sums_out = {name: float(value) for name, value in totals.items()}
+        arrays_out = [tuple(tensor.cpu().numpy() for tensor in output) for output in outputs]
+        scored = self.scored(source, split, sums_out, arrays_out)
+        return self.metrics(sums_out) | {name: v for name, v in scored.items() if isinstance(v, int | float)}
+
+    def scored(
+        self, source: Source, split: str, totals: dict[str, float], outputs: list[tuple[Any, ...]]
+    ) -> dict[str, Any]:
+        """What the source says of the predictions."""
+        return source.score(split, outputs)
 
     def metrics(self, totals: dict[str, float]) -> dict[str, Any]:
         """Numbers of a split from its sums."""
@@ -160,6 +164,15 @@ class LanguageModel(Objective):
         loss = totals["nats"] / max(totals["count"], 1.0)
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": int(totals["count"])}
 
+    def scored(
+        self, source: Source, split: str, totals: dict[str, float], outputs: list[tuple[Any, ...]]
+    ) -> dict[str, Any]:
+        """Perplexity per word and bits per byte beside the perplexity per token."""
+        if not math.isfinite(totals["nats"]) or not totals["count"]:
+            return {}
+        said = source.score(split, (totals["nats"], int(totals["count"])))
+        return {name: said[name] for name in ("perplexity_per_word", "bits_per_byte") if name in said}
+
 
 class Recall(LanguageModel):
     """Language modelling whose targets are the answers to questions; judged by accuracy."""
@@ -169,6 +182,8 @@ class Recall(LanguageModel):
         hidden = features(model, batch)
         sums = {"nats": token_nats(bare(model), hidden, targets), "count": (targets != IGNORED).sum()}
         return sums, () if model.training else (bare(model).logits(hidden).argmax(dim=-1),)
+
+    scored = Objective.scored
 
 
 class Classification(Objective):
