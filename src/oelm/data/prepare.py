@@ -216,12 +216,14 @@ def _write(wanted: Wanted, path: Path, report: Report | None) -> None:
         shutil.rmtree(partial)  # the text has to change, and then this is another store
         raise
     tokenizer = wanted.tokens
+    file = tokenizer.to_json().encode()
     index = Index(
         name=wanted.name,
         tokenizer=TokenizerIndex(
             name=Path(tokenizer.name).name,
             hash=tokenizer.hash,
-            file_sha256=write_file(partial / TOKENIZER, tokenizer.to_json().encode()),
+            file_sha256=write_file(partial / TOKENIZER, file),
+            bytes=len(file),
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
@@ -370,15 +372,17 @@ def _provenance(
     said = wanted.found.describe()
     dataset = wanted.found.dataset
     notes = [said["note"]]
-    if said["status"] in ("real", "partial"):
-        counted = {s: n for s, n in rows.items() if not (wanted.limit and s == "train")} if dataset.official else {}
-        words = {split: writer.words for split, writer in writers.items()}
-        for known, have in ((dataset.official, counted), (corpora.OFFICIAL_WORDS.get(dataset.name, {}), words)):
-            checked = {split: value for split, value in known.items() if split in have}
-            status, note = judged(dataset, have, official=checked)
-            if status == "partial":
-                said["status"] = status
-                notes.append(note)
+    whole = {split: writer for split, writer in writers.items() if not (wanted.limit and split == "train")}
+    read = {split: count for split, count in rows.items() if split in whole}
+    words = {split: writer.words for split, writer in whole.items()}
+    official = corpora.OFFICIAL_WORDS.get(dataset.name, {})
+    for known, have, unit in ((dataset.official, read, "rows"), (official, words, "words")):
+        known = {split: value for split, value in known.items() if split in have}
+        status, note = judged(dataset, have, official=known, unit=unit)
+        if status == "partial" and said["status"] == "real":
+            said["status"] = status
+        if note and note not in said["note"]:
+            notes.append(note)
     if carved:
         shares = ", ".join(f"{split} ({share:.2%} of the documents)" for split, share in carved.items())
         notes.append(f"taken from train by hash: {shares}")

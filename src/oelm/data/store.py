@@ -60,6 +60,7 @@ class TokenizerIndex(Value):
     name: str
     hash: Hash
     file_sha256: Hash
+    bytes: Count  # of the file
     vocab_size: Annotated[int, Field(ge=2, le=2**32)]
     eos_id: Count
     pad_id: Count
