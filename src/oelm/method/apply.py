@@ -28,7 +28,7 @@ from oelm.method.record import verify as verify
 from oelm.method.report import Report as Report
 from oelm.method.report import logit_std as logit_std
 from oelm.method.report import report_on
-from oelm.method.split import ROLES, Slice, SplitMultiheadAttention, SplitProjection
+from oelm.method.split import ROLES, Slice, SplitMultiheadAttention, SplitProjection, exchange_keys
 from oelm.method.variant import Variant, as_variant
 
 
@@ -158,7 +158,7 @@ def _transform(
         setattr(model, ATTRIBUTE, record)
         undo.append(lambda: delattr(model, ATTRIBUTE))
         if variant.addons:
-            _attach(model, record, variant)
+            _attach(model, record, undo)
         if not any(p.requires_grad for p in model.parameters()):
             raise MethodError("apply: nothing would be left to train; check the variant and the model's requires_grad")
     except BaseException:
@@ -168,12 +168,28 @@ def _transform(
     return record
 
 
-def _attach(model: nn.Module, record: Record, variant: Variant) -> None:
+def _attach(model: nn.Module, record: Record, undo: Undo) -> None:
+    """Add-ons stand in every layer, treated or not: arms that differ in `layers` differ in nothing else."""
     from oelm.method import addons
 
-    before = {id(p) for p in model.parameters()}
-    addons.attach(model, record, variant)
-    record.addons = tuple(name for name, p in model.named_parameters() if id(p) not in before)
+    sites = [site for site in find_sites(model, record.pattern) if record.variant.cross or not site.cross]
+    for module in {site.module for site in sites} | {model}:
+        undo.append(_restorer(module))
+    record.addons = tuple(addons.attach(model, sites, record.variant.addons))
+
+
+def _restorer(module: nn.Module) -> Callable[[], None]:
+    """Puts back the submodules of a module, and the hooks of everything in it, as they are now."""
+    children = dict(module._modules)
+    hooks = {m: (m._forward_hooks.copy(), m._forward_pre_hooks.copy()) for m in module.modules()}
+
+    def restore() -> None:
+        module._modules.clear()
+        module._modules.update(children)
+        for m, (after, before) in hooks.items():
+            m._forward_hooks, m._forward_pre_hooks = after, before
+
+    return restore
 
 
 def _treated(sites: list[Site], variant: Variant) -> list[Site]:
@@ -404,8 +420,7 @@ def _tie(part: Part, source: Part, undo: Undo) -> None:
     setattr(module, name, source.parameter)
     undo.append(lambda: setattr(module, name, old))
     if not isinstance(module, nn.MultiheadAttention):
-        handle = module.register_state_dict_post_hook(_own_copy)
-        undo.append(handle.remove)
+        undo += [handle.remove for handle in exchange_keys(module, _own_copy)]
 
 
 def _own_copy(module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:

@@ -7,6 +7,7 @@ a module whose shapes do not fit the row that matched is an error, not a near mi
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -129,7 +130,8 @@ class Part:
     @property
     def parameter(self) -> Tensor | None:
         """The whole parameter; None where a slice took its place."""
-        return None if isinstance(self.module, Slice) else getattr(self.module, self.weight_name)
+        found = None if isinstance(self.module, Slice) else getattr(self.module, self.weight_name)
+        return found if isinstance(found, Tensor) else None
 
     @property
     def bias(self) -> Tensor | None:
@@ -174,7 +176,7 @@ class Site:
             if isinstance(value, float):
                 return value
         position_terms = getattr(self.module, "pos_att_type", None) or ()  # DeBERTa adds them before it divides
-        return float(self.head_dim * (1 + len(position_terms))) ** -0.5
+        return 1.0 / math.sqrt(self.head_dim * (1 + len(position_terms)))
 
 
 @dataclass(frozen=True)
@@ -420,7 +422,7 @@ def _torch_parts(name: str, module: nn.MultiheadAttention) -> dict[str, Part]:
         raise MethodError(f"{name or 'MultiheadAttention'}: bias_k and bias_v are extra keys; not supported")
     if isinstance(module, SplitMultiheadAttention):
         return {r: Part(r, name, module, f"{r}_proj_weight", f"{r}_proj_bias") for r in ROLES}
-    if module.in_proj_weight is None:
+    if getattr(module, "in_proj_weight", None) is None:
         return {r: Part(r, name, module, f"{r}_proj_weight", "in_proj_bias") for r in ROLES}
     layout = Layout("concat", dict.fromkeys(ROLES, module.num_heads), module.head_dim)
     return {r: Part(r, name, module, "in_proj_weight", "in_proj_bias", layout=layout) for r in ROLES}
@@ -477,8 +479,9 @@ def feed_forward(sites: list[Site], model: nn.Module) -> dict[str, Site]:
 
 
 def _pattern_family(pattern: Mapping[str, Any]) -> Family:
-    if not isinstance(pattern, Mapping):
-        raise MethodError(f'pattern: expected a table such as {{"q": "attn.to_q", "k": "attn.to_k"}}, got {pattern!r}')
+    given: object = pattern
+    if not isinstance(given, Mapping):
+        raise MethodError(f'pattern: expected a table such as {{"q": "attn.to_q", "k": "attn.to_k"}}, got {given!r}')
     for key, value in pattern.items():
         if key not in PATTERN_KEYS:
             raise MethodError(f"pattern: unknown key {key!r}; {nearest(str(key), PATTERN_KEYS)}")

@@ -154,7 +154,7 @@ def digest(tensor: Tensor) -> str:
     header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} ".encode()
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     found = hashlib.sha256(header)
-    found.update(memoryview(flat.numpy()))
+    found.update(flat.numpy().data)
     return found.hexdigest()
 
 
@@ -177,7 +177,7 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         if parameter is None:
             raise FrozenWeightsChanged(f"{entry.name}: the model has no such parameter any more; convert a fresh model")
         if parameter.requires_grad:
-            if entry.name in thawing or entry.tied and thawing:
+            if entry.name in thawing or (entry.tied and thawing):
                 continue
             raise FrozenWeightsChanged(
                 f"{entry.name}: is frozen by the variant but requires_grad is True; "
@@ -185,7 +185,7 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
             )
         _compare(entry, parameter)
     if optimizer is not None:
-        _verify_optimizer(holder, record, parameters, optimizer)
+        _verify_optimizer(model, holder, record, optimizer)
 
 
 def _compare(entry: Entry, parameter: Tensor) -> None:
@@ -198,18 +198,13 @@ def _compare(entry: Entry, parameter: Tensor) -> None:
         )
     if digest(parameter) != entry.present:
         raise FrozenWeightsChanged(
-            f"{entry.name}: the frozen values are not those of apply (seed {record_seed(entry)}); "
+            f"{entry.name}: the frozen values are not those of apply; "
             "something wrote to them: load the right checkpoint or apply to a fresh model"
         )
 
 
-def record_seed(entry: Entry) -> str:
-    return "drawn" if entry.drawn else "kept"
-
-
-def _verify_optimizer(
-    model: nn.Module, record: Record, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
+def _verify_optimizer(model: nn.Module, holder: nn.Module, record: Record, optimizer: torch.optim.Optimizer) -> None:
+    parameters = named_parameters(holder)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name in record.frozen_for_good:
         if id(parameters[name]) in held:
@@ -217,7 +212,8 @@ def _verify_optimizer(
                 f"{name}: is frozen for good but the optimiser holds it; build the optimiser from oelm.param_groups"
             )
     thawing = record.thawing
-    for name, parameter in parameters.items():
+    whole = {} if holder is model else {n: p for n, p in named_parameters(model).items() if p.requires_grad}
+    for name, parameter in (parameters | whole).items():
         if (parameter.requires_grad or name in thawing) and id(parameter) not in held:
             why = "will thaw" if name in thawing else "trains"
             raise FrozenWeightsChanged(

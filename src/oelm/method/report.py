@@ -239,8 +239,8 @@ def _normed(site: Site, role: str, out: Tensor) -> Tensor:
     value = out.flatten(-2) if whole else out
     if like is not None:
         value = value.to(like.device, like.dtype)
-    value = norm(value).float().cpu()
-    return value.unflatten(-1, out.shape[-2:]) if whole else value
+    normed: Tensor = norm(value)
+    return normed.float().cpu().reshape(out.shape)
 
 
 def _warnings(model: nn.Module, sites: list[Site], treated: list[Site], variant: Variant) -> list[str]:

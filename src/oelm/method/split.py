@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 ROLES = ("q", "k", "v")
@@ -51,14 +52,31 @@ class Layout:
         """The fused output whose parts along the last dimension are given."""
         if self.groups == 1:
             return torch.cat([parts[role] for role in self.heads], dim=-1)
-        pieces = [parts[role].unflatten(-1, (self.groups, n * self.head_dim)) for role, n in self.per_group.items()]
+        pieces = [
+            parts[role].reshape(*parts[role].shape[:-1], self.groups, n * self.head_dim)
+            for role, n in self.per_group.items()
+        ]
         return torch.cat(pieces, dim=-1).flatten(-2)
+
+
+def exchange_keys(
+    module: nn.Module, write: Callable[..., None] | None, read: Callable[..., None] | None = None
+) -> list[RemovableHandle]:
+    """Let `write` change what `state_dict()` gives of this module, and `read` what `load_state_dict()` hands to it."""
+    handles = []
+    if write is not None:
+        handles.append(module.register_state_dict_post_hook(write))  # type: ignore[no-untyped-call]
+    if read is not None:
+        handles.append(module.register_load_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
+    return handles
 
 
 def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     """A Linear around given parameters; built on meta so that no random number is drawn."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight, linear.bias = weight, bias
+    linear.weight = weight
+    if bias is not None:
+        linear.bias = bias
     return linear
 
 
@@ -84,8 +102,7 @@ class SplitProjection(nn.Module):
         self.in_features, self.out_features = int(rows.shape[1]), int(rows.shape[0])
         self.training = fused.training
         self.__dict__["shell"] = fused  # not a submodule: only its kind is needed, to fuse again
-        self.register_state_dict_post_hook(_fuse_keys)
-        self.register_load_state_dict_pre_hook(_split_keys)
+        exchange_keys(self, _fuse_keys, _split_keys)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layout.join_outputs({role: getattr(self, role)(x) for role in self.layout.heads})
@@ -154,7 +171,7 @@ def _split_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
     assert isinstance(module, SplitProjection)
     for name in ("weight", "bias"):
         fused = state.get(prefix + name)
-        if fused is None or name == "weight" and fused.dim() != 2:
+        if fused is None or (name == "weight" and fused.dim() != 2):
             continue
         if name == "weight" and module.transposed:
             fused = fused.t()
@@ -204,8 +221,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         module.__dict__["_was_fused"] = weight is not None
         module._qkv_same_embed_dim = False
         module.__class__ = cls
-        module.register_state_dict_post_hook(_fuse_attention_keys)
-        module.register_load_state_dict_pre_hook(_split_attention_keys)
+        exchange_keys(module, _fuse_attention_keys, _split_attention_keys)
         return before
 
     def rebuild(self) -> None:
@@ -215,8 +231,8 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         weights = [self._parameters[f"{role}_proj_weight"] for role in ROLES]
         trains = any(p is not None and p.requires_grad for p in (*bias, *weights))
         fused = self._was_fused
-        self.__class__ = nn.MultiheadAttention
-        self._parameters["in_proj_bias"] = _own(torch.cat(bias), trains) if bias else None
+        self.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
+        self._parameters["in_proj_bias"] = _own(torch.cat([*bias]), trains) if bias else None
         if fused:
             self._parameters["in_proj_weight"] = _own(torch.cat([w for w in weights if w is not None]), trains)
             self._parameters.update({f"{role}_proj_weight": None for role in ROLES})
@@ -250,6 +266,7 @@ def _fuse_attention_keys(module: nn.Module, state: dict[str, Any], prefix: str, 
 
 
 def _split_attention_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    assert isinstance(module, nn.MultiheadAttention)
     for name in ("weight", "bias"):
         fused = state.get(f"{prefix}in_proj_{name}")
         if fused is not None and fused.shape[0] == 3 * module.embed_dim:
@@ -275,19 +292,18 @@ class Slice(nn.Module):
         self.has_bias, self.transposed = bias, transposed
         self.in_features, self.out_features = heads * head_dim * step, heads * head_dim
         self.register_buffer("like", like.detach().new_zeros(()), persistent=False)  # follows dtype and device
-        self.register_state_dict_post_hook(_write_slice)
-        self.register_load_state_dict_pre_hook(_read_slice)
+        exchange_keys(self, _write_slice, _read_slice)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.step == 1:
             return x
-        return x.unflatten(-1, (self.heads * self.step, self.head_dim))[..., :: self.step, :].flatten(-2)
+        return x.reshape(*x.shape[:-1], self.heads * self.step, self.head_dim)[..., :: self.step, :].flatten(-2)
 
     @property
     def weight(self) -> Tensor:
         """The matrix of zeros and ones, (out, in) or transposed as the family keeps it."""
         eye = torch.eye(self.in_features, dtype=self.like.dtype, device=self.like.device)
-        rows = eye.unflatten(0, (self.heads, self.step, self.head_dim))[:, 0].flatten(0, 1)
+        rows = eye.view(self.heads, self.step, self.head_dim, self.in_features)[:, 0].flatten(0, 1)
         return rows.t().contiguous() if self.transposed else rows
 
     @property

@@ -5,8 +5,8 @@ The named variants are the table at the end. No learning rate belongs to a varia
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -22,20 +22,29 @@ BIASES = ("follow", "train")
 ORDERS = ("top-down", "bottom-up", "at-once")
 ADDONS = ("shift-keys", "head-gain", "channel-gain")
 
-_LAYERS = re.compile(r"(all|none)|(first|last|every|except-first|except-last):([1-9][0-9]*)")
+_LAYERS = re.compile(r"(all|none)|(first|last|every|except-first|except-last):([1-9][0-9]{0,5})")
+_LARGEST = sys.float_info.max
 
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(
-            f"variant.{what}: {value!r} is not one of {', '.join(allowed)}; {nearest(str(value), allowed)}"
-        )
+        shown = _shown(value)
+        raise ConfigError(f"variant.{what}: {shown} is not one of {', '.join(allowed)}; {nearest(shown, allowed)}")
 
 
 def _number(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"variant.{what}: expected a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+        raise ConfigError(f"variant.{what}: expected a finite number, got {_shown(value)}")
     return float(value)
+
+
+def _shown(value: object) -> str:
+    """A value for a message: short, and never itself an error (Python refuses to print very long integers)."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= 80 else text[:77] + "…"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +82,8 @@ class Variant:
     gain    relative to the norm-matched draw, whose entries have variance 1/width; `std` gives a raw one instead
     tie     K uses Q's matrix
     freeze  which matrices never train (or train from `thaw` on)
-    layers  where: all | first:n | last:n | every:n | except-first:n | except-last:n | a list of layer numbers
-    addons  few trained scalars beside the matrices: shift-keys, head-gain, channel-gain
+    layers  where matrices are drawn, tied and frozen: all | first:n | last:n | every:n | except-first:n | except-last:n | a list of layer numbers
+    addons  few trained scalars beside the matrices of every layer: shift-keys, head-gain, channel-gain
     biases  follow: a bias is zeroed by a fresh draw and frozen with its matrix; train: biases are left alone
     cross   whether cross-attention is treated too
     """
@@ -97,28 +106,29 @@ class Variant:
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-        if isinstance(self.thaw, Mapping):
-            object.__setattr__(self, "thaw", _build(Thaw, self.thaw, "variant.thaw"))
+        thaw: object = self.thaw
+        if isinstance(thaw, Mapping):
+            object.__setattr__(self, "thaw", _build(Thaw, thaw, "variant.thaw"))
         self._check()
 
     def _check(self) -> None:
         for name, allowed in (("roles", ROLES), ("addons", ADDONS)):
             values = getattr(self, name)
             if not isinstance(values, tuple):
-                raise ConfigError(f"variant.{name}: expected a list of names, got {values!r}")
+                raise ConfigError(f"variant.{name}: expected a list of names, got {_shown(values)}")
             for value in values:
                 _one_of(name, value, allowed)
             if len(set(values)) != len(values):
-                raise ConfigError(f"variant.{name}: {list(values)!r} names one thing twice")
+                raise ConfigError(f"variant.{name}: {_shown(list(values))} names one thing twice")
         _one_of("init", self.init, INITS)
         _one_of("scope", self.scope, SCOPES)
         _one_of("freeze", self.freeze, FREEZES)
         _one_of("biases", self.biases, BIASES)
         for name in ("tie", "cross"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"variant.{name}: expected true or false, got {getattr(self, name)!r}")
+                raise ConfigError(f"variant.{name}: expected true or false, got {_shown(getattr(self, name))}")
         if self.thaw is not None and not isinstance(self.thaw, Thaw):
-            raise ConfigError(f"variant.thaw: expected a table with order, start and end, got {self.thaw!r}")
+            raise ConfigError(f"variant.thaw: expected a table with order, start and end, got {_shown(self.thaw)}")
         if _number("gain", self.gain) <= 0:
             raise ConfigError(f"variant.gain: must be above 0, got {self.gain!r}")
         if self.std is not None:
@@ -151,10 +161,8 @@ class Variant:
             raise ConfigError('variant.thaw: nothing is frozen (freeze = "none"), so nothing can thaw')
         if "ffn" in self.roles and self.init not in ("keep",):
             raise ConfigError('variant.roles: "ffn" has no heads to draw; freeze it as it is with freeze = "qk+ffn"')
-        if self.init in ("orthogonalize", "keep") and self.gain != 1.0:
-            raise ConfigError(
-                f"variant.gain: init = {self.init!r} takes its scale from the present weights' heads; leave gain at 1"
-            )
+        if self.init == "keep" and self.gain != 1.0:
+            raise ConfigError('variant.gain: init = "keep" leaves the weights as they are; leave gain at 1')
 
     @property
     def frozen_roles(self) -> tuple[str, ...]:
@@ -182,20 +190,22 @@ class Variant:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Variant:
         """A variant from plain data; `base` may name a variant that the other keys change."""
-        data = dict(data)
-        base = data.pop("base", None)
-        if base is None:
-            return _build(cls, data, "variant")
-        known = {f.name for f in fields(cls)}
-        _refuse_unknown(data, known | {"base"}, "variant")
-        start = named(base).to_dict()
-        return _build(cls, start | data, "variant")
+        given: object = data
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"variant: expected a table, got {_shown(given)}")
+        values = dict(given)
+        base = values.pop("base", None)
+        start = {} if base is None else named(base).to_dict()
+        found = _build(cls, start | values, "variant")
+        assert isinstance(found, cls)
+        return found
 
 
 def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
     for key in data:
         if key not in known:
-            raise ConfigError(f"{where}.{key}: unknown key; {nearest(str(key), known)}")
+            name = key if isinstance(key, str) else _shown(key)
+            raise ConfigError(f"{where}.{name}: unknown key; {nearest(name, known)}")
 
 
 def _build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
@@ -208,13 +218,13 @@ def parse_layers(layers: object) -> None:
     if isinstance(layers, str):
         if not _LAYERS.fullmatch(layers):
             raise ConfigError(
-                f"variant.layers: {layers!r} is not all, none, first:n, last:n, every:n, except-first:n, except-last:n or a list of layer numbers"
+                f"variant.layers: {_shown(layers)} is not all, none, first:n, last:n, every:n, except-first:n, except-last:n or a list of layer numbers"
             )
         return
     if not isinstance(layers, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
-        raise ConfigError(f"variant.layers: expected a selection or a list of whole numbers, got {layers!r}")
+        raise ConfigError(f"variant.layers: expected a selection or a list of whole numbers, got {_shown(layers)}")
     if len(set(layers)) != len(layers):
-        raise ConfigError(f"variant.layers: {list(layers)!r} names one layer twice")
+        raise ConfigError(f"variant.layers: {_shown(list(layers))} names one layer twice")
 
 
 def select_layers(layers: str | tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -223,7 +233,9 @@ def select_layers(layers: str | tuple[int, ...], count: int) -> tuple[int, ...]:
     if not isinstance(layers, str):
         for i in layers:
             if not -count <= i < count:
-                raise ConfigError(f"variant.layers: layer {i} is out of range for {count} layers (0 to {count - 1})")
+                raise ConfigError(
+                    f"variant.layers: layer {_shown(i)} is out of range for {count} layers (0 to {count - 1})"
+                )
         return tuple(sorted({i % count for i in layers}))
     every = tuple(range(count))
     kind, _, text = layers.partition(":")
@@ -278,8 +290,8 @@ NAMED: dict[str, tuple[str, Variant]] = {
 
 def named(name: str) -> Variant:
     """The variant of that name, or an error that says the nearest one."""
-    if name not in NAMED:
-        raise ConfigError(f"variant {name!r} is unknown; {nearest(name, NAMED)}")
+    if not isinstance(name, str) or name not in NAMED:
+        raise ConfigError(f"variant {_shown(name)} is unknown; {nearest(name if isinstance(name, str) else _shown(name), NAMED)}")
     return NAMED[name][1]
 
 
