@@ -6,13 +6,16 @@ projections' outputs. Refuses models in which an add-on could not be right, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oelm.errors import MethodError
-from oelm.method.variant import ADDONS
+from oelm.method.projections import Site, find_sites
+from oelm.method.record import Record
+from oelm.method.variant import ADDONS, Variant
 
 
 # sigmoid(0) = 1/2: a key starts as the mean of its token and the one before. From there AdamW reaches any mix within
@@ -84,3 +87,95 @@ class Addons(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(self.kinds)
+
+
+def attach(model: nn.Module, record: Record, variant: Variant) -> list[str]:
+    """Put the variant's add-ons beside its layers' attention; the names of the new parameters.
+
+    Ours calls them itself (`attn.addons`); a Hugging Face model gets hooks. Refuses before it changes anything.
+    """
+    from oelm.method import hooked  # it builds on this module
+    from oelm.method.compact import warn_before_saving
+
+    sites = covered(find_sites(model, record.pattern), variant)
+    refuse(model, sites, variant.addons)
+    readings: dict[int, hooked.Reading] = {}
+    names = []
+    for site in sites:
+        addons: Addons
+        if is_native(site):
+            addons = Addons(site.n_heads, site.n_kv_heads, site.head_dim, variant.addons, **_kind(site))
+        else:
+            reading = None
+            if "shift-keys" in variant.addons:
+                stack = hooked.stack_of(model, site)
+                assert stack is not None  # refuse() looked
+                if id(stack) not in readings:
+                    readings[id(stack)] = hooked.Reading(stack)
+                    stack.register_forward_pre_hook(readings[id(stack)].begin, with_kwargs=True)
+                reading = readings[id(stack)]
+            addons = hooked.HookedAddons(site, variant.addons, reading, **_kind(site))
+            addons.hook(site)
+            warn_before_saving(model)
+        site.module.addons = addons
+        names += [f"{site.name}.addons.{name}" for name, _ in addons.named_parameters()]
+    return names
+
+
+def covered(sites: Sequence[Site], variant: Variant) -> list[Site]:
+    """The attention modules in the variant's layers; cross-attention only when it asks for it."""
+    counts: dict[str, int] = {}
+    for site in sites:
+        counts[site.stack] = max(counts.get(site.stack, 0), site.layer + 1)
+    layers = {stack: set(variant.layer_numbers(count)) for stack, count in counts.items()}
+    found = [s for s in sites if s.layer in layers[s.stack] and (variant.cross or not s.stack.endswith(".cross"))]
+    if not found:
+        raise MethodError(f"add-ons: layers = {variant.layers!r} covers no attention; choose other layers")
+    return found
+
+
+def _kind(site: Site) -> dict[str, Any]:
+    """Type and device of a module's weights."""
+    like = next((p.parameter for p in site.parts.values() if p.parameter is not None), None)
+    if like is None:
+        like = next(site.module.parameters())
+    return {"dtype": like.dtype, "device": like.device}
+
+
+def is_native(site: Site) -> bool:
+    """Whether the attention module calls its add-ons itself, as ours does."""
+    return "addons" in site.module.__dict__ or "addons" in site.module._modules
+
+
+def refuse(model: nn.Module, sites: Sequence[Site], kinds: Iterable[str]) -> None:
+    """Raise where an add-on cannot be right, with the reason."""
+    from oelm.method import hooked
+
+    kinds = tuple(kinds)
+    gains = [kind for kind in kinds if kind != "shift-keys"]
+    for site in sites:
+        if is_native(site):
+            continue
+        where = f"{site.name} ({type(site.module).__name__})"
+        for role in ("q", "k"):
+            part = site.parts.get(role)
+            if part is None or part.module is site.module:
+                raise MethodError(
+                    f"add-ons {', '.join(kinds)}: {where} computes its projections inside one function, so their outputs "
+                    "cannot be reached; choose a variant without add-ons"
+                )
+        if "shift-keys" not in kinds:
+            continue
+        without = f"use {' and '.join(gains)} alone" if gains else "choose head-gain or channel-gain"
+        if site.cross:
+            raise MethodError(
+                f"shift-keys: {where} is cross-attention, whose keys are another sequence's; set cross = false, or {without}"
+            )
+        if not site.family.plain:
+            raise MethodError(
+                f"shift-keys: the key projection of {where} also reads relative positions, which have no predecessor; {without}"
+            )
+        if hooked.stack_of(model, site) is None:
+            raise MethodError(
+                f"shift-keys: {where} is in no Hugging Face model, so padding and document starts are unknown; {without}"
+            )

@@ -1,0 +1,246 @@
+"""Add-ons on Hugging Face models: hooks on the outputs of the query's and key's projections.
+
+Owns what shifted keys must know beside the keys: where documents and sequences start, and the last key of a cache.
+Refuses at the first pass in which a key's predecessor cannot be known, rather than mixing in a wrong one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oelm.errors import MethodError
+from oelm.method.addons import Addons
+from oelm.method.projections import Site
+
+
+INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
+NORMS = {"q": ("q_norm", "q_layernorm", "query_layernorm"), "k": ("k_norm", "k_layernorm", "key_layernorm")}
+
+
+class Reading:
+    """What one stack's forward pass says of its tokens, for all its layers."""
+
+    def __init__(self, stack: nn.Module) -> None:
+        self.names = tuple(inspect.signature(stack.forward).parameters)
+        self.first: Tensor | None = None
+        self.pending: list[Tensor | None] = []  # of passes whose backward has not begun
+        self.replayed = False
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the stack's forward: find the positions that have no predecessor."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        self.first = _starts(given)
+        if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
+            if self.replayed:
+                self.pending, self.replayed = [], False
+            self.pending.append(self.first)
+
+    def current(self) -> Tensor | None:
+        """The starts of the pass that a layer is in; gradient checkpointing runs layers again in the backward."""
+        if not self.pending or torch._C._current_graph_task_id() == -1:
+            return self.first
+        self.replayed = True
+        one = self.pending[0]
+        for other in self.pending[1:]:
+            same = one is other or (one is not None and other is not None and torch.equal(one, other))
+            if not same:
+                raise MethodError(
+                    "shift-keys: gradient checkpointing with several differently padded passes before one backward "
+                    "cannot be right; run backward after each pass, or turn gradient checkpointing off"
+                )
+        return one
+
+
+def _starts(given: Mapping[str, Any]) -> Tensor | None:
+    """Bool (B, T), true where a token has no predecessor; None when only the first position has none."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    tokens = next((given[name] for name in INPUTS[:2] if given.get(name) is not None), None)
+    if tokens is None:
+        return None  # images and sound are whole: nothing is padded
+    cache = given.get("past_key_values")
+    past = int(cache.get_seq_length()) if cache is not None else 0
+    batch, length = tokens.shape[:2]
+    starts: list[Tensor] = []
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != past + length:
+            raise MethodError(
+                "shift-keys: needs an attention_mask of shape (batch, tokens) that also covers the cache, to see "
+                "where padding ends; other masks do not say which token a key follows"
+            )
+        valid = mask.to(torch.bool)
+        before = valid[:, past - 1 : -1] if past else torch.cat((torch.zeros_like(valid[:, :1]), valid[:, :-1]), 1)
+        starts.append(~before)
+    if isinstance(positions, Tensor) and length > 1:
+        if positions.dim() != 2:
+            raise MethodError("shift-keys: position_ids of more than two dimensions do not say what a key follows")
+        jumps = positions[:, 1:] != positions[:, :-1] + 1
+        starts.append(torch.cat((torch.zeros_like(jumps[:, :1]) | (past == 0), jumps), 1).expand(batch, length))
+    bounds = given.get("cu_seq_lens_q")
+    if isinstance(bounds, Tensor):
+        steps = torch.arange(length, device=tokens.device)
+        starts.append(torch.isin(steps, bounds)[None].expand(batch, length))
+    if not starts:
+        return None
+    found = starts[0]
+    for other in starts[1:]:
+        found = found | other
+    return found
+
+
+class HookedAddons(Addons):
+    """Addons that act through hooks on one attention module of a Hugging Face model."""
+
+    def __init__(self, site: Site, kinds: Iterable[str], reading: Reading | None, **kind: Any) -> None:
+        super().__init__(site.n_heads, site.n_kv_heads, site.head_dim, kinds, **kind)
+        self.sizes = {"q": site.n_heads, "k": site.n_kv_heads}
+        self.layer_index = getattr(site.module, "layer_idx", None)
+        self.reading = reading
+        self.cache: Any = None
+        self.last: Tensor | None = None
+
+    def hook(self, site: Site) -> None:
+        """Register."""
+        if self.head_gain is not None or self.channel_gain is not None:
+            _target(site, "q").register_forward_hook(self.on_query)
+        if self.shift is not None:
+            _target(site, "k").register_forward_hook(self.on_key)
+            site.module.register_forward_pre_hook(self.before, with_kwargs=True)
+            site.module.register_forward_hook(self.after, with_kwargs=True)
+
+    def on_query(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if output.dim() == 4 and _heads_first(args[0], output, self.sizes["q"]):
+            return self.query(output.transpose(1, 2)).transpose(1, 2)
+        if output.dim() == 4:
+            return self.query(output)
+        return self.query(output.unflatten(-1, (self.sizes["q"], self.head_dim))).flatten(-2)
+
+    def on_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        heads = self.sizes["k"]
+        turned = output.dim() == 4 and _heads_first(args[0], output, heads)
+        if output.dim() == 3:
+            keys = output.unflatten(-1, (heads, self.head_dim))
+        elif output.dim() == 4:
+            keys = output.transpose(1, 2) if turned else output
+        else:
+            raise MethodError("shift-keys: tokens without a batch dimension (unpadded) do not say what a key follows")
+        assert self.reading is not None
+        previous = self._previous(keys)
+        if self.cache is not None:
+            self.last = keys[:, -1:]
+        mixed = self.key(keys, first=self.reading.current(), previous=previous)
+        if output.dim() == 3:
+            return mixed.flatten(-2)
+        return mixed.transpose(1, 2) if turned else mixed
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the attention: remember its cache."""
+        cache = next((value for value in (*kwargs.values(), *args) if _is_cache(value)), None)
+        self.cache = getattr(cache, "self_attention_cache", cache)
+        self.last = None
+        if self.cache is not None and (getattr(self.cache, "is_compileable", False) or self.layer_index is None):
+            raise MethodError(
+                f"shift-keys: a {type(self.cache).__name__} has no place for the last key; use the default dynamic cache"
+            )
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """After the attention: keep the last key beside the layer's cache."""
+        if self.cache is not None and self.last is not None and not module.training:
+            layer = self.cache.layers[self.layer_index]
+            if not isinstance(layer, RemembersKey):
+                layer.__class__ = _remembering(type(layer))
+            layer.last_key, layer.last_seen = self.last, int(layer.get_seq_length())
+        self.cache = self.last = None
+
+    def _previous(self, keys: Tensor) -> Tensor | None:
+        """The key before these, from the layer's cache; None at the start."""
+        if self.cache is None or len(self.cache.layers) <= self.layer_index:
+            return None
+        layer = self.cache.layers[self.layer_index]
+        seen = int(layer.get_seq_length())
+        if seen == 0:
+            return None
+        last = getattr(layer, "last_key", None)
+        if last is None or layer.last_seen != seen or last.shape[0] != keys.shape[0]:
+            raise MethodError(
+                "shift-keys: the cache was cut, changed or filled elsewhere (or in training mode), so the key before "
+                "this token is unknown; start from an empty cache with model.eval()"
+            )
+        return last  # type: ignore[no-any-return]
+
+
+class RemembersKey:
+    """Mixed into the class of a cache's layer: the last key before add-ons goes where the layer's batch goes."""
+
+    last_key: Tensor | None = None
+    last_seen: int = -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        if self.last_key is not None:
+            self.last_key = self.last_key.index_select(0, beam_idx.to(self.last_key.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        if self.last_key is not None:
+            self.last_key = self.last_key.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        if self.last_key is not None:
+            self.last_key = self.last_key[indices]
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+        self.last_key = None
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.last_key = None
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _remembering(kind: type) -> type:
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(kind.__name__, (RemembersKey, kind), {"__module__": kind.__module__})
+    return _CLASSES[kind]
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _heads_first(before: Tensor, after: Tensor, heads: int) -> bool:
+    """Whether a norm of heads works on (B, heads, T, head_dim): by shape, or by strides when T equals heads."""
+    if after.shape[1] == after.shape[2]:
+        return before.stride(1) < before.stride(2)
+    return after.shape[1] == heads
+
+
+def _target(site: Site, role: str) -> nn.Module:
+    """What gives the query or key before rotation: a norm of its heads where there is one, else the projection."""
+    for name in NORMS[role]:
+        norm = getattr(site.module, name, None)
+        if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
+            return norm
+    return site.parts[role].module
+
+
+def stack_of(model: nn.Module, site: Site) -> nn.Module | None:
+    """The innermost Hugging Face model around an attention module: the one that is given tokens and their mask."""
+    modules = dict(model.named_modules())
+    path = site.name
+    while path:
+        path = path.rpartition(".")[0]
+        module = modules[path]
+        if hasattr(module, "main_input_name") and hasattr(module, "config"):
+            names = inspect.signature(module.forward).parameters
+            if any(name in names for name in INPUTS):
+                return module
+    return None
