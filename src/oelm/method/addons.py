@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from oelm.errors import MethodError
-from oelm.method.projections import Site, find_sites
-from oelm.method.record import Record
-from oelm.method.variant import ADDONS, Variant
+from oelm.method.projections import Site
+from oelm.method.variant import ADDONS
 
 
 # sigmoid(0) = 1/2: a key starts as the mean of its token and the one before. From there AdamW reaches any mix within
@@ -89,49 +88,37 @@ class Addons(nn.Module):
         return ", ".join(self.kinds)
 
 
-def attach(model: nn.Module, record: Record, variant: Variant) -> list[str]:
-    """Put the variant's add-ons beside its layers' attention; the names of the new parameters.
+def attach(model: nn.Module, sites: Sequence[Site], kinds: Iterable[str]) -> list[str]:
+    """Put add-ons beside these attention modules; the names of the new parameters. Refuses before it changes anything.
 
-    Ours calls them itself (`attn.addons`); a Hugging Face model gets hooks. Refuses before it changes anything.
+    Ours calls them itself (`attn.addons`); a Hugging Face model gets hooks.
     """
     from oelm.method import hooked  # it builds on this module
     from oelm.method.compact import warn_before_saving
 
-    sites = covered(find_sites(model, record.pattern), variant)
-    refuse(model, sites, variant.addons)
+    kinds = tuple(kinds)
+    refuse(model, sites, kinds)
     readings: dict[int, hooked.Reading] = {}
     names = []
     for site in sites:
         addons: Addons
         if is_native(site):
-            addons = Addons(site.n_heads, site.n_kv_heads, site.head_dim, variant.addons, **_kind(site))
+            addons = Addons(site.n_heads, site.n_kv_heads, site.head_dim, kinds, **_kind(site))
         else:
             reading = None
-            if "shift-keys" in variant.addons:
+            if "shift-keys" in kinds:
                 stack = hooked.stack_of(model, site)
                 assert stack is not None  # refuse() looked
                 if id(stack) not in readings:
                     readings[id(stack)] = hooked.Reading(stack)
                     stack.register_forward_pre_hook(readings[id(stack)].begin, with_kwargs=True)
                 reading = readings[id(stack)]
-            addons = hooked.HookedAddons(site, variant.addons, reading, **_kind(site))
+            addons = hooked.HookedAddons(site, kinds, reading, **_kind(site))
             addons.hook(site)
             warn_before_saving(model)
         site.module.addons = addons
         names += [f"{site.name}.addons.{name}" for name, _ in addons.named_parameters()]
     return names
-
-
-def covered(sites: Sequence[Site], variant: Variant) -> list[Site]:
-    """The attention modules in the variant's layers; cross-attention only when it asks for it."""
-    counts: dict[str, int] = {}
-    for site in sites:
-        counts[site.stack] = max(counts.get(site.stack, 0), site.layer + 1)
-    layers = {stack: set(variant.layer_numbers(count)) for stack, count in counts.items()}
-    found = [s for s in sites if s.layer in layers[s.stack] and (variant.cross or not s.stack.endswith(".cross"))]
-    if not found:
-        raise MethodError(f"add-ons: layers = {variant.layers!r} covers no attention; choose other layers")
-    return found
 
 
 def _kind(site: Site) -> dict[str, Any]:

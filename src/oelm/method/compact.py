@@ -158,12 +158,14 @@ def warn_before_saving(model: nn.Module) -> None:
 
 
 def _warning_save(self: Any, *args: Any, **options: Any) -> Any:
-    warnings.warn(
-        "this model has add-ons, which plain transformers will ignore on loading: its logits will differ; "
-        "use oelm.save_compact to keep them",
-        UserWarning,
-        stacklevel=2,
-    )
+    record = record_of(self)
+    if record is not None and record.addons:
+        warnings.warn(
+            "this model has add-ons, which plain transformers will ignore on loading: its logits will differ; "
+            "use oelm.save_compact to keep them",
+            UserWarning,
+            stacklevel=2,
+        )
     return type(self).save_pretrained(self, *args, **options)
 
 
