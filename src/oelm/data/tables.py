@@ -216,7 +216,8 @@ def _tag(value: Any, names: Sequence[str], known: set[str], place: str) -> str:
 
 
 def _answers(row: Row, place: str) -> tuple[list[str], list[int]]:
-    value, starts = row["answers"], row.get("starts")
+    value: Any = row["answers"]
+    starts: Any = row.get("starts")
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         value = _json(value, place, "answers")
     if isinstance(value, dict):

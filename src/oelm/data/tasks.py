@@ -358,15 +358,16 @@ def _provenance(
     told = found.describe()
     official = {name: count for name, count in found.dataset.official.items() if name != "validation" or name in counts}
     layout = found.layout if isinstance(found, FilesFound) else None
+    guessed = _kind(spec) == "qa" and any(held.left_out for held in rows.values())  # answers of unknown place
     status, off = sources.judged(
-        replace(found.dataset, official=official), counts, partial=layout is not None and layout.partial
+        replace(found.dataset, official=official), counts, partial=guessed or (layout is not None and layout.partial)
     )
     hub = found.dataset.hub
     from_hub = layout is None and hub is not None
     notes = [layout.note if layout else "", hub.note if hub and from_hub else "", off, found.dataset.note]
     carved = [split for split in rows if split not in counts]
     if carved:
-        notes.append(f"{' and '.join(carved)} carved from train by hash of the text (seed {spec.seed})")
+        notes.append(f"{' and '.join(carved)} carved from train by hash (seed {spec.seed}), near-equal texts on one side")
     if spec.selection == "test":
         notes.append(
             'selection = "test": validation reads the test split, the original\'s protocol, for replication only'
