@@ -5,16 +5,15 @@ Owns which kind of source a name means. A source's interface is the same for all
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from oelm.data import corpora, sources
+from oelm.data import corpora, disk, parcel, sources
 from oelm.data.prepare import Report, Wanted, prepared
 from oelm.data.sources import DataSet, Found
 from oelm.data.spec import DataSpec
-from oelm.data.store import Index, Store, open_store, stores
+from oelm.data.store import Index, Store, open_store, stores, stores_folders
 from oelm.data.tokens import load_tokens
 from oelm.data.windows import LmSource
 from oelm.errors import ConfigError, DataError, nearest
@@ -42,26 +41,21 @@ class Source(Protocol):
 
     def train_batch(self, *, seed: int, step: int, batch: int, rank: int = 0, world: int = 1) -> dict[str, Any]: ...
 
-    def eval_batches(self, split: str, batch: int, limit_tokens: int | None = None) -> Iterator[dict[str, Any]]: ...
+    def eval_batches(self, split: str, batch: int) -> Iterator[dict[str, Any]]: ...
 
     def score(self, split: str, outputs: Any) -> dict[str, Any]: ...
 
 
-# The kinds but language modelling: module and function `load(spec, folder)`.
-_OTHERS = {
-    "classify": "oelm.data.tasks",
-    "tag": "oelm.data.tasks",
-    "qa": "oelm.data.tasks",
-    "recall": "oelm.data.recall",
-}
+def load(spec: DataSpec, *, folder: Path | str | None = None, report: Report | None = None, wait: bool = True) -> Any:
+    """The data of a run, ready to be read; `folder` is searched before all other places.
 
+    `report(split, done, more)` is told how preparation goes; `wait` for another process that prepares the same data.
+    """
+    if kind_of(spec) == "lm":
+        return load_lm(spec, folder=folder, report=report, wait=wait)
+    from oelm.data.tasks import open_task
 
-def load(spec: DataSpec, *, folder: Path | str | None = None) -> Any:
-    """The data of a run, ready to be read; `folder` is searched before all other places."""
-    kind = kind_of(spec)
-    if kind == "lm":
-        return load_lm(spec, folder=folder)
-    return importlib.import_module(_OTHERS[kind]).load(spec, folder=folder)
+    return open_task(spec, folder=folder, progress=report)
 
 
 def kind_of(spec: DataSpec) -> str:
@@ -86,11 +80,13 @@ def names() -> list[str]:
     return [*corpora.CORPORA, *TASKS, "recall", "local"]
 
 
-def load_lm(spec: DataSpec, *, folder: Path | str | None = None, report: Report | None = None) -> LmSource:
+def load_lm(
+    spec: DataSpec, *, folder: Path | str | None = None, report: Report | None = None, wait: bool = True
+) -> LmSource:
     """A corpus as windows: from a store that fits, else prepared from the text."""
     if spec.examples is not None:
         raise ConfigError(f"data.examples: {spec.name} is read in tokens; use tokens")
-    return LmSource(spec, store_of(spec, folder=folder, report=report))
+    return LmSource(spec, store_of(spec, folder=folder, report=report, wait=wait))
 
 
 def store_of(
@@ -153,4 +149,116 @@ def _same_tokenizer(spec: DataSpec, index: Index) -> bool:
     return index.tokenizer.hash == load_tokens(spec.tokenizer).hash
 
 
-__all__ = ["DataSet", "Source", "kind_of", "load", "load_lm", "names", "store_of"]
+def available(folder: Path | str | None = None) -> list[dict[str, Any]]:
+    """Every data set: where it would be read from now (nothing is fetched), and with which tokenizers it is prepared."""
+    from oelm.data.tasks import TASKS
+
+    kept = stores()
+    rows = []
+    for name, dataset in {**corpora.CORPORA, **TASKS}.items():
+        place, said = _seen(dataset, folder)
+        made = [f"{index.tokenizer.name} {index.splits['train'].tokens:,}" for _, index in kept if index.name == name]
+        rows.append(
+            {
+                "name": name,
+                "kind": dataset.kind,
+                "title": dataset.title,
+                "licence": dataset.licence,
+                "place": place,
+                "status": said.get("status"),
+                "rows": said.get("rows"),
+                "official": dict(dataset.official),
+                "prepared": [*made, *(["examples"] if _kept_tasks(name) else [])],
+                "hub": dataset.hub.id if dataset.hub else None,
+                "expected": dataset.expected(),
+                "note": said.get("note") or dataset.note,
+            }
+        )
+    made_here = {
+        "name": "recall",
+        "kind": "recall",
+        "title": "Associative recall, made from a seed",
+        "status": "synthetic",
+    }
+    empty: dict[str, Any] = {"rows": None, "official": {}, "prepared": [], "hub": None, "expected": None, "note": ""}
+    return [*rows, empty | made_here | {"licence": "none needed", "place": "made"}]
+
+
+def _seen(dataset: DataSet, folder: Path | str | None) -> tuple[str | None, dict[str, Any]]:
+    if dataset.name == "demo":
+        found: Found | None = corpora.DemoFound()
+    else:
+        found = _found_or_none(dataset, folder)
+    if found is not None:
+        return found.place, found.describe()
+    if dataset.hub is None:
+        return None, {}
+    return ("cache" if sources.in_hub_cache(dataset.hub) else "hub"), {}
+
+
+def _found_or_none(dataset: DataSet, folder: Path | str | None) -> Found | None:
+    """Not here is no fault of a list; a folder that does not exist is."""
+    sources.data_folders(folder)
+    try:
+        return sources.find_local(dataset, folder)
+    except DataError:
+        return sources.find_local(dataset) if folder is not None else None
+
+
+def _kept_tasks(name: str) -> bool:
+    return any(any(base.glob(f"{name}-*.task.npz")) for base in stores_folders())
+
+
+def describe(source: Any) -> dict[str, Any]:
+    """What is in a source, as plain data."""
+    if isinstance(source, LmSource):
+        from oelm.data import contents
+
+        return contents.describe(source)
+    from oelm.data import tasks
+
+    return tasks.describe(source)
+
+
+def pack(source: Any, spec: DataSpec, out: Path) -> Path:
+    """A source as one compressed file; of a task the name is fixed, and `out` is the folder."""
+    if isinstance(source, LmSource):
+        file = out / f"{source.name}.oelm.xz" if out.is_dir() else out
+        parcel.pack(source.store, file, tokens=spec.tokens)
+        return file
+    from oelm.data import tasks
+    from oelm.data.prepared import Prepared
+
+    if not isinstance(source, Prepared):
+        raise ConfigError(f"{source.name}: is made from its seed everywhere; there is nothing to pack")
+    with disk.saving(out):
+        return tasks.pack(source, out, spec)
+
+
+def unpack(file: Path) -> dict[str, Any]:
+    """Bring in what `pack` wrote."""
+    if not file.name.endswith(".task.npz"):
+        store = parcel.unpack(file)
+        return {"name": store.index.name, "folder": str(store.folder), "fingerprint": store.fingerprint()}
+    from oelm.data import prepared as task_files
+
+    task = task_files.load(file)
+    base = stores_folders()[0]
+    with disk.saving(base):
+        disk.write_file(base / file.name, file.read_bytes())
+    return {"name": task.name, "folder": str(base), "fingerprint": task.fingerprint}
+
+
+__all__ = [
+    "DataSet",
+    "Source",
+    "available",
+    "describe",
+    "kind_of",
+    "load",
+    "load_lm",
+    "names",
+    "pack",
+    "store_of",
+    "unpack",
+]

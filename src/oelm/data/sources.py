@@ -326,6 +326,17 @@ def find_hub(dataset: DataSet) -> HubFound | None:
     return HubFound(dataset=dataset, place="hub", hub=dataset.hub, loaded=_loaded(dataset.hub, fetch=True))
 
 
+def in_hub_cache(hub: Hub) -> bool:
+    """Whether the Hugging Face caches have a folder for it, without loading anything."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    hubs = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+    owner, _, name = hub.id.rpartition("/")
+    plain = f"{owner}___{name}".casefold().replace("_", "").replace("-", "")
+    named = (path.name.casefold().replace("_", "").replace("-", "") for path in made.glob("*___*"))
+    return (hubs / f"datasets--{owner}--{name}").is_dir() or any(other == plain for other in named)
+
+
 def offline() -> bool:
     """Whether the user has switched the hub off."""
     return any(

@@ -17,7 +17,7 @@ from oelm.data import corpora, perplexity
 from oelm.data.batches import part, shuffled
 from oelm.data.spec import DataSpec
 from oelm.data.store import Ids, Store, Stream
-from oelm.errors import ConfigError, DataError
+from oelm.errors import ConfigError, DataError, nearest
 
 
 Batch = dict[str, Any]
@@ -64,12 +64,16 @@ class LmSource:
             notes.append(f"this store holds the first {train:,} training tokens only")
         elif self.spec.tokens is not None:
             notes.append(f"the first {train:,} training tokens are read, as asked")
+        if self.spec.selection == "test":
+            notes.append(
+                'selection = "test": validation reads the test split, the original\'s protocol, for replication only'
+            )
         return said | {
             "name": self.name,
             "fingerprint": self.fingerprint,
             "splits": {
-                split: {"tokens": len(self.stream(split)), "documents": len(self.stream(split).starts)}
-                for split in index.splits
+                split: {"tokens": len(stream), "documents": len(stream.starts)}
+                for split, stream in ((split, self.store.stream(split, self.spec.tokens)) for split in index.splits)
             },
             "tokenizer": {
                 "name": index.tokenizer.name,
@@ -82,9 +86,16 @@ class LmSource:
 
     def stream(self, split: str) -> Stream:
         """The ids of a split."""
+        split = self._read_split(split)
         if split not in self._streams:
             self._streams[split] = self.store.stream(split, self.spec.tokens)
         return self._streams[split]
+
+    def _read_split(self, split: str) -> str:
+        """The original's protocol selects on the test split; only who asks for it by name gets it."""
+        if split not in self.store.index.splits:
+            raise DataError(f"{self.name}: has no split {split!r}; {nearest(split, self.store.index.splits)}")
+        return "test" if split == "validation" and self.spec.selection == "test" else split
 
     @property
     def train_size(self) -> int:
@@ -147,19 +158,19 @@ class LmSource:
         stream = self.stream(split)
         inputs = np.full((len(windows), self.context), self.pad_id, dtype=np.int64)
         targets = np.full((len(windows), self.context), IGNORED, dtype=np.int64)
-        documents = np.full((len(windows), self.context), -1, dtype=np.int64)
-        packed = self.spec.packing == "documents"
+        documents = np.full_like(inputs, -1) if self.spec.packing == "documents" else None
         for row, ((start, length), skip) in enumerate(zip(windows, skips, strict=True)):
             ids = stream.read(start, start + length + 1)
             inputs[row, :length] = ids[:-1]
             targets[row, skip:length] = ids[skip + 1 :]
-            if packed:
+            if documents is not None:
                 documents[row, :length] = stream.document_ids(start, start + length)
-        return {"inputs": inputs, "targets": targets, **({"documents": documents} if packed else {})}
+        batch = {"inputs": inputs, "targets": targets}
+        return batch if documents is None else batch | {"documents": documents}
 
     def perplexity(self, split: str, nats_sum: float, tokens: int, *, stride: int | None = None) -> dict[str, Any]:
         """What a sum of nats over scored tokens of a split says."""
-        held = self.store.index.splits[split]  # type: ignore[index]
+        held = self.store.index.splits[self._read_split(split)]  # type: ignore[index]
         text = perplexity.Text(tokens=held.tokens - 1, words=held.words, bytes=held.bytes, documents=held.documents)
         return perplexity.say(
             nats_sum,
