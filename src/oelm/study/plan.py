@@ -147,7 +147,7 @@ def _rows(study: Study, folder: Path, rates: Mapping[str, float], options: Optio
     """Every run with its state; a comparison whose rate is not chosen yet is `waiting`, under a rate that stands in."""
     stand_in = {} if study.tuning is None else dict.fromkeys(_tuned_cells(study), study.tuning.rates[0])
     every = chosen_rows(expand(study, stand_in | dict(rates), options.overrides), options.rows, study)
-    result = []
+    result: list[tuple[Planned, str]] = []
     for one in every:
         waiting = study.tuning is not None and one.purpose == "compare" and one.cell not in rates
         result.append((one, "waiting" if waiting else look(folder / one.id).state))
@@ -267,13 +267,15 @@ def missing_data(rows: list[tuple[Planned, str]], data_folder: Path | None) -> l
 
 def _absent(spec: DataSpec, data_folder: Path | None) -> str:
     """Where a data set would come from; empty when it is here or is made, not read."""
-    from oelm.data import corpora, open, tasks
+    from oelm.data import corpora, sources, store, tasks
 
     dataset = ({**tasks.TASKS, **corpora.CORPORA}).get(spec.name)
-    if dataset is None or spec.name == "local":
+    if dataset is None or spec.name == "demo":
         return ""
     try:
-        if open.found_locally(spec, data_folder) is not None:
+        if sources.find_local(dataset, data_folder) is not None:
+            return ""
+        if any(index.name == spec.name for _, index in store.stores()):
             return ""
     except OelmError as error:
         return str(error)

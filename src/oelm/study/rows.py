@@ -25,6 +25,7 @@ from oelm.values import Value, explain, load_toml, parse_toml
 
 LIMIT = 20_000  # runs of one study; more is a mistake in the axes
 HIGHER_IS_BETTER = frozenset({"accuracy", "f1", "exact_match"})
+ORIGINS = frozenset({"preset", "path", "base"})  # a table with one of these says what it is, not what it changes
 BUDGETS = ("budget.steps", "budget.tokens", "budget.epochs")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -49,7 +50,7 @@ class Margin(Value):
 class Contrast(Value):
     """One comparison of the family: an arm against another, on a metric and a split.
 
-    `at` fixes axes; an axis it leaves out means the largest budget, and every value of any other axis in turn.
+    `at` fixes axes; one that it leaves out means every value in turn, or of a budget the largest that both arms have.
     """
 
     arm: str
@@ -203,17 +204,17 @@ class Study(Value):
         return [full for one in self.family for full in self._filled(one)]
 
     def _filled(self, one: Contrast) -> Iterator[Contrast]:
-        free: list[list[tuple[str, Any]]] = []
-        for key, options in self.axes.items():
-            if key in ("seed", "optimizer.lr") or key in one.at:
-                continue
-            labels = [axis_label(option) for option in options]
-            free.append([(key, max(labels))] if key in BUDGETS else [(key, label) for label in labels])
-        for choice in itertools.product(*free):
-            at = {key: one.at[key] if key in one.at else dict(choice).get(key) for key in self.axes}
-            at = {key: value for key, value in at.items() if value is not None}
-            if not any(self._skipped(arm, at) for arm in (one.arm, one.against)):
-                yield one.changed(at=at)
+        free = [key for key in self.axes if key not in ("seed", "optimizer.lr") and key not in one.at]
+        every = [key for key in free if key not in BUDGETS]
+        budgets = [key for key in free if key in BUDGETS]
+        for choice in itertools.product(*([axis_label(value) for value in self.axes[key]] for key in every)):
+            at = one.at | dict(zip(every, choice, strict=True))
+            sizes = [sorted((axis_label(value) for value in self.axes[key]), reverse=True) for key in budgets]
+            for largest in itertools.product(*sizes):
+                full = at | dict(zip(budgets, largest, strict=True))
+                if not any(self._skipped(arm, full) for arm in (one.arm, one.against)):
+                    yield one.changed(at={key: full[key] for key in self.axes if key in full})
+                    break
 
     def _skipped(self, arm: str, at: Mapping[str, Any]) -> bool:
         return any(where.skip and matches(where.when, arm, at) for where in self.where)
@@ -327,16 +328,21 @@ def axis_label(value: Any) -> Any:
 
 
 def with_overrides(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with dotted keys changed; one of steps, epochs and tokens replaces the others."""
+    """The settings with some changed, by dotted keys or nested tables.
+
+    A table merges into what is there; one that names its origin (preset, path, base) replaces it. One of steps, epochs
+    and tokens replaces the others.
+    """
     result = _copied(base)
     for dotted, value in overrides.items():
+        if isinstance(value, Mapping) and dotted in Run.model_fields and not ORIGINS & set(value):
+            result = with_overrides(result, {f"{dotted}.{key}": one for key, one in value.items()})
+            continue
         *path, last = dotted.split(".")
         table = result
         for part in path:
             table[part] = _as_table(part, table.get(part))
             table = table[part]
-        if isinstance(value, Mapping) and isinstance(table.get(last), dict) and last in ("optimizer", "budget"):
-            value = with_overrides(table[last], value)
         if path == ["budget"] and last in ("steps", "epochs", "tokens"):
             for other in ("steps", "epochs", "tokens"):
                 table.pop(other, None)

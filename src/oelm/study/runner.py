@@ -72,14 +72,20 @@ def wanted(study: Study, folder: Path, options: Options | None = None) -> list[P
 
 
 def chosen_rows(planned: list[Planned], names: tuple[str, ...], study: Study) -> list[Planned]:
-    """The rows that `--rows` asks for: row names, arms or cells."""
+    """The rows that `--rows` asks for: by row, arm, cell, or the label of a point of an axis."""
     if not names:
         return planned
-    known = {word for one in planned for word in (one.row, one.arm, one.cell)} | set(study.arm_names())
+    known = {word for one in planned for word in _words(one)} | set(study.arm_names())
     for name in names:
         if name not in known:
-            raise ConfigError(f"--rows: {name!r} is no row, arm or cell of {study.name}; {nearest(name, known)}")
-    return [one for one in planned if {one.row, one.arm, one.cell} & set(names)]
+            raise ConfigError(
+                f"--rows: {name!r} is no row, arm, cell or axis label of {study.name}; {nearest(name, known)}"
+            )
+    return [one for one in planned if _words(one) & set(names)]
+
+
+def _words(one: Planned) -> set[str]:
+    return {one.row, one.arm, one.cell, *(value for value in one.at.values() if isinstance(value, str))}
 
 
 class Worker:
