@@ -6,11 +6,9 @@ whole or not at all; it needs neither the text nor the tokenizer. Refuses a file
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
-import platform
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +20,9 @@ import numpy.typing as npt
 
 from oelm.data import scores
 from oelm.data.batches import Order, padded, padded_length, part
+from oelm.data.disk import saving, sync_folder
 from oelm.data.examples import IGNORED, Arrays, texts_of
-from oelm.errors import DataError, MachineError, nearest
+from oelm.errors import DataError, nearest
 
 
 Batch = dict[str, npt.NDArray[Any]]
@@ -32,7 +31,6 @@ Output = Sequence[Any]  # (index, predictions ...) of one batch
 FORMAT = "oelm-task-1"
 _BEST = 20  # starts and ends that are looked at for an answer
 _LONGEST_ANSWER = 30  # tokens
-_HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]  # a process number is of one machine
 
 
 class Prepared:
@@ -243,23 +241,18 @@ def save(source: Prepared, path: Path, *, compressed: bool = False) -> Path:
     meta = source.meta | {"format": FORMAT, "sha256": {name: _array_digest(array) for name, array in arrays.items()}}
     text = np.frombuffer(json.dumps(meta, ensure_ascii=False, allow_nan=False).encode(), dtype=np.uint8)
     write = np.savez_compressed if compressed else np.savez
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path)
-        half = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}.tmp")
+    beside = path.with_name(path.name + ".new")
+    with saving(path.parent):
         try:
-            with half.open("wb") as stream:
+            with beside.open("wb") as stream:
                 write(stream, allow_pickle=False, meta=text, **arrays)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(half, path)
-        finally:
-            half.unlink(missing_ok=True)
-    except OSError as error:
-        raise MachineError(
-            f"{path}: the prepared task cannot be written ({error.strerror or type(error).__name__}); "
-            "free space or choose another cache folder"
-        ) from None
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
     return path
 
 
@@ -292,25 +285,6 @@ def load(path: Path, *, bucketing: bool = True) -> Prepared:
         return Prepared(splits, meta, bucketing=bucketing)
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: lacks {error}; delete the file and prepare it again") from None
-
-
-def _sweep(path: Path) -> None:
-    """Removes what killed preparations on this machine left beside the file."""
-    prefix = f".{path.name}.{_HOST}."
-    for left in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
-        number = left.name.removeprefix(prefix).removesuffix(".tmp")
-        if number.isdecimal() and not _alive(int(number)):
-            left.unlink(missing_ok=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
 
 
 def _array_digest(array: npt.NDArray[Any]) -> str:

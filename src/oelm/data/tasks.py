@@ -18,6 +18,7 @@ import numpy as np
 
 from oelm.data import overlap, prepared, sources
 from oelm.data.batches import shuffled
+from oelm.data.disk import held, saving
 from oelm.data.examples import Arrays, classify_arrays, qa_arrays, tag_arrays
 from oelm.data.prepared import Prepared
 from oelm.data.recall import RecallSource
@@ -78,11 +79,14 @@ def open_task(spec: DataSpec, *, folder: Path | str | None = None, progress: Pro
     if found is None or tokens is None:
         assert kept is not None
         return prepared.load(kept, bucketing=spec.bucketing)
-    if kept is not None:
-        source = prepared.load(kept, bucketing=spec.bucketing)
-        if source.fingerprint == _fingerprint(spec, found, tokens):
-            return source
-    return _prepared(spec, found, tokens, progress)
+    fingerprint = _fingerprint(spec, found, tokens)
+    source = _kept_source(spec, fingerprint)
+    if source is not None:
+        return source
+    base = stores_folders()[0]
+    with saving(base), held(base, task_file(spec), wait=True):
+        source = _kept_source(spec, fingerprint)  # another process may have made it while this one waited
+        return source if source is not None else _prepared(spec, found, tokens, progress)
 
 
 def prepare_task(spec: DataSpec, *, folder: Path | str | None = None, progress: Progress | None = None) -> TaskSource:
@@ -91,7 +95,9 @@ def prepare_task(spec: DataSpec, *, folder: Path | str | None = None, progress: 
         return RecallSource(spec)
     found = _find(spec, folder, local=False)
     assert found is not None
-    return _prepared(spec, found, load_tokens(spec.tokenizer, folder), progress)
+    base = stores_folders()[0]
+    with saving(base), held(base, task_file(spec), wait=True):
+        return _prepared(spec, found, load_tokens(spec.tokenizer, folder), progress)
 
 
 def pack(source: Prepared, folder: Path | str, spec: DataSpec) -> Path:
@@ -195,6 +201,18 @@ def _kept(spec: DataSpec) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def _kept_source(spec: DataSpec, fingerprint: str) -> Prepared | None:
+    """The kept source of these settings and this text; None when there is none, or a damaged one, to be made again."""
+    kept = _kept(spec)
+    if kept is None:
+        return None
+    try:
+        source = prepared.load(kept, bucketing=spec.bucketing)
+    except DataError:
+        return None
+    return source if source.fingerprint == fingerprint else None
+
+
 def _find(spec: DataSpec, folder: Path | str | None, *, local: bool) -> Found | None:
     """Where the set is; with `local`, None when no folder of this machine has it."""
     kind = _kind(spec)
@@ -219,17 +237,17 @@ def _prepared(spec: DataSpec, found: Found, tokens: Tokens, progress: Progress |
     labels, rows, counts = _read(spec, found)
     rows = _limited(spec, _honest(spec, found, rows))
     arrays: dict[str, Arrays] = {}
-    for split, held in rows.items():
+    for split, part in rows.items():
         tell = _teller(progress, split)
         if kind == "classify":
-            texts, seconds, numbers = zip(*held.items, strict=True)
+            texts, seconds, numbers = zip(*part.items, strict=True)
             pairs = list(seconds) if seconds[0] is not None else None
             arrays[split] = classify_arrays(Labelled(list(texts), pairs, list(numbers)), tokens, spec.context, tell)
         elif kind == "tag":
-            words, tags = zip(*held.items, strict=True)
+            words, tags = zip(*part.items, strict=True)
             arrays[split] = tag_arrays(Tagged(list(words), list(tags)), labels, tokens, spec.context, tell)
         else:
-            arrays[split] = qa_arrays(held.items, tokens, spec.context, train=split == "train", progress=tell)
+            arrays[split] = qa_arrays(part.items, tokens, spec.context, train=split == "train", progress=tell)
     meta = {
         "kind": kind,
         "name": spec.name,
@@ -240,8 +258,8 @@ def _prepared(spec: DataSpec, found: Found, tokens: Tokens, progress: Progress |
         "labels": list(labels),
         "context": spec.context,
         "provenance": _provenance(spec, found, tokens, rows, counts, arrays),
-        "overlap": overlap.duplicates({split: held.texts for split, held in rows.items()}),
-        "samples": {split: [text[:200] for text in held.texts[:_SAMPLES]] for split, held in rows.items()},
+        "overlap": overlap.duplicates({split: part.texts for split, part in rows.items()}),
+        "samples": {split: [text[:200] for text in part.texts[:_SAMPLES]] for split, part in rows.items()},
     }
     source = Prepared(arrays, meta, bucketing=spec.bucketing)
     prepared.save(source, stores_folders()[0] / task_file(spec))
@@ -358,7 +376,7 @@ def _provenance(
     told = found.describe()
     official = {name: count for name, count in found.dataset.official.items() if name != "validation" or name in counts}
     layout = found.layout if isinstance(found, FilesFound) else None
-    guessed = _kind(spec) == "qa" and any(held.left_out for held in rows.values())  # answers of unknown place
+    guessed = _kind(spec) == "qa" and any(part.left_out for part in rows.values())  # answers of unknown place
     status, off = sources.judged(
         replace(found.dataset, official=official), counts, partial=guessed or (layout is not None and layout.partial)
     )
@@ -367,12 +385,14 @@ def _provenance(
     notes = [layout.note if layout else "", hub.note if hub and from_hub else "", off, found.dataset.note]
     carved = [split for split in rows if split not in counts]
     if carved:
-        notes.append(f"{' and '.join(carved)} carved from train by hash (seed {spec.seed}), near-equal texts on one side")
+        notes.append(
+            f"{' and '.join(carved)} carved from train by hash (seed {spec.seed}), near-equal texts on one side"
+        )
     if spec.selection == "test":
         notes.append(
             'selection = "test": validation reads the test split, the original\'s protocol, for replication only'
         )
-    left_out = {split: held.left_out for split, held in rows.items() if held.left_out}
+    left_out = {split: part.left_out for split, part in rows.items() if part.left_out}
     if left_out:
         notes.append("left out: " + ", ".join(f"{count:,} rows of {split}" for split, count in left_out.items()))
     if spec.examples is not None:
@@ -383,11 +403,11 @@ def _provenance(
         "place": told["place"],
         "from": told["from"],
         "licence": found.dataset.licence,
-        "counts": {split: len(held.items) for split, held in rows.items()},
+        "counts": {split: len(part.items) for split, part in rows.items()},
         "rows": dict(counts),
         "official": dict(found.dataset.official),
         "tokenizer": {"name": Path(tokens.name).name, "hash": tokens.hash, "vocab_size": tokens.vocab_size},
-        "truncated": {split: _truncated(held) for split, held in arrays.items()},
+        "truncated": {split: _truncated(part) for split, part in arrays.items()},
         "selection": spec.selection,
         "note": "; ".join(note for note in notes if note),
     }
