@@ -6,6 +6,7 @@ Refuses at the first pass in which a key's predecessor cannot be known, rather t
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -100,19 +101,22 @@ class HookedAddons(Addons):
         self.sizes = {"q": site.n_heads, "k": site.n_kv_heads}
         self.layer_index = getattr(site.module, "layer_idx", None)
         self.reading = reading
+        self.inside = False  # of the attention's forward: a norm of heads may be called by others too
         self.cache: Any = None
         self.last: Tensor | None = None
 
     def hook(self, site: Site) -> None:
-        """Register."""
+        """Register on the attention module and on what gives its queries and keys."""
+        site.module.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.head_gain is not None or self.channel_gain is not None:
             _target(site, "q").register_forward_hook(self.on_query)
         if self.shift is not None:
             _target(site, "k").register_forward_hook(self.on_key)
-            site.module.register_forward_pre_hook(self.before, with_kwargs=True)
-            site.module.register_forward_hook(self.after, with_kwargs=True)
+        site.module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def on_query(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if not self.inside:
+            return output
         if output.dim() == 4 and _heads_first(args[0], output, self.sizes["q"]):
             return self.query(output.transpose(1, 2)).transpose(1, 2)
         if output.dim() == 4:
@@ -120,6 +124,8 @@ class HookedAddons(Addons):
         return self.query(output.unflatten(-1, (self.sizes["q"], self.head_dim))).flatten(-2)
 
     def on_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if not self.inside:
+            return output
         heads = self.sizes["k"]
         turned = output.dim() == 4 and _heads_first(args[0], output, heads)
         if output.dim() == 3:
@@ -139,6 +145,9 @@ class HookedAddons(Addons):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the attention: remember its cache."""
+        self.inside = True
+        if self.shift is None:
+            return
         cache = next((value for value in (*kwargs.values(), *args) if _is_cache(value)), None)
         self.cache = getattr(cache, "self_attention_cache", cache)
         self.last = None
@@ -149,9 +158,10 @@ class HookedAddons(Addons):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """After the attention: keep the last key beside the layer's cache."""
+        self.inside = False
         if self.cache is not None and self.last is not None and not module.training:
             layer = self.cache.layers[self.layer_index]
-            if not isinstance(layer, RemembersKey):
+            if not getattr(layer, "remembers_key", False):
                 layer.__class__ = _remembering(type(layer))
             layer.last_key, layer.last_seen = self.last, int(layer.get_seq_length())
         self.cache = self.last = None
@@ -173,43 +183,43 @@ class HookedAddons(Addons):
         return last  # type: ignore[no-any-return]
 
 
-class RemembersKey:
-    """Mixed into the class of a cache's layer: the last key before add-ons goes where the layer's batch goes."""
+@functools.cache
+def _remembering(kind: Any) -> Any:
+    """The class of a cache's layer, with a last key that goes where the layer's batch goes.
 
-    last_key: Tensor | None = None
-    last_seen: int = -1
+    Made with one base, so that a layer's class can be exchanged; a key kept anywhere else would miss a beam's reorder.
+    """
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        if self.last_key is not None:
-            self.last_key = self.last_key.index_select(0, beam_idx.to(self.last_key.device))
+    class Remembering(kind):  # type: ignore[misc]
+        remembers_key = True
+        last_key: Tensor | None
+        last_seen: int
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        if self.last_key is not None:
-            self.last_key = self.last_key.repeat_interleave(repeats, dim=0)
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            super().reorder_cache(beam_idx)
+            if self.last_key is not None:
+                self.last_key = self.last_key.index_select(0, beam_idx.to(self.last_key.device))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        if self.last_key is not None:
-            self.last_key = self.last_key[indices]
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            super().batch_repeat_interleave(repeats)
+            if self.last_key is not None:
+                self.last_key = self.last_key.repeat_interleave(repeats, dim=0)
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        super().crop(*args, **kwargs)  # type: ignore[misc]
-        self.last_key = None
+        def batch_select_indices(self, indices: Tensor) -> None:
+            super().batch_select_indices(indices)
+            if self.last_key is not None:
+                self.last_key = self.last_key[indices]
 
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        self.last_key = None
+        def crop(self, *args: Any, **kwargs: Any) -> None:
+            super().crop(*args, **kwargs)
+            self.last_key = None
 
+        def reset(self) -> None:
+            super().reset()
+            self.last_key = None
 
-_CLASSES: dict[type, type] = {}
-
-
-def _remembering(kind: type) -> type:
-    if kind not in _CLASSES:
-        _CLASSES[kind] = type(kind.__name__, (RemembersKey, kind), {"__module__": kind.__module__})
-    return _CLASSES[kind]
+    Remembering.__name__ = Remembering.__qualname__ = kind.__name__
+    return Remembering
 
 
 def _is_cache(value: Any) -> bool:
