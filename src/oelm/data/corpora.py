@@ -26,6 +26,21 @@ DEMO = DataSet(
     note="prose of the Python language reference, 0.4 MB: for trying things out, not for conclusions; differs by Python version",
 )
 
+_HEAD = "wikitext-103.train-head.tokens*"
+
+
+def _wikitext(train: str, name: str, suffix: str, *, partial: bool = False) -> Layout:
+    return Layout(
+        files={
+            "train": (f"wikitext/{train}",),
+            "validation": (f"wikitext/{name}.valid.{suffix}*",),
+            "test": (f"wikitext/{name}.test.{suffix}*",),
+        },
+        partial=partial,
+        note="train is the first articles of WikiText-103's only" if partial else "",
+    )
+
+
 CORPORA: dict[str, DataSet] = {
     row.name: row
     for row in (
@@ -75,13 +90,8 @@ CORPORA: dict[str, DataSet] = {
             title="WikiText-103, word-level tokens (Merity et al. 2016)",
             licence="CC BY-SA 3.0",
             layouts=(
-                Layout(
-                    files={
-                        "train": ("wikitext/wikitext-103.train.tokens*", "wikitext/wikitext-103.train-head.tokens*"),
-                        "validation": ("wikitext/wikitext-103.valid.tokens*",),
-                        "test": ("wikitext/wikitext-103.test.tokens*",),
-                    },
-                ),
+                _wikitext("wikitext-103.train.tokens*", "wikitext-103", "tokens"),
+                _wikitext(_HEAD, "wikitext-103", "tokens", partial=True),
                 Layout(
                     files={
                         "train": ("wikitext-103/wiki.train.tokens",),
@@ -98,13 +108,8 @@ CORPORA: dict[str, DataSet] = {
             title="WikiText-2, raw text (Merity et al. 2016)",
             licence="CC BY-SA 3.0",
             layouts=(
-                Layout(
-                    files={
-                        "train": ("wikitext/wikitext-2-raw.train.txt*", "wikitext/wikitext-103.train-head.tokens*"),
-                        "validation": ("wikitext/wikitext-2-raw.valid.txt*",),
-                        "test": ("wikitext/wikitext-2-raw.test.txt*",),
-                    },
-                ),
+                _wikitext("wikitext-2-raw.train.txt*", "wikitext-2-raw", "txt"),
+                _wikitext(_HEAD, "wikitext-2-raw", "txt", partial=True),
                 Layout(
                     files={
                         "train": ("wikitext-2-raw/wiki.train.raw",),
@@ -169,9 +174,10 @@ class DemoFound:
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         from pydoc_data import topics
 
-        for name in sorted(topics.topics):
+        once = {text: name for name, text in sorted(topics.topics.items(), reverse=True)}  # some topics share a text
+        for name, text in sorted((name, text) for text, name in once.items()):
             if _topic_split(name) == split:
-                yield {"text": topics.topics[name]}
+                yield {"text": text}
 
     def documents(self, split: str) -> Iterator[Piece]:
         for row in self.rows(split):

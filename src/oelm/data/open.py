@@ -190,7 +190,10 @@ def _seen(dataset: DataSet, folder: Path | str | None) -> tuple[str | None, dict
     else:
         found = _found_or_none(dataset, folder)
     if found is not None:
-        return found.place, found.describe()
+        said = found.describe()
+        if said["status"] == "real" and (None in said["rows"].values()):
+            said["status"] = "unchecked"  # counted when it is prepared
+        return found.place, said
     if dataset.hub is None:
         return None, {}
     return ("cache" if sources.in_hub_cache(dataset.hub) else "hub"), {}

@@ -352,6 +352,8 @@ def _encode(
         if piece.starts:
             document += 1
             writer = writers[route(piece.text)]
+            if not piece.text.strip():
+                continue  # an empty row is no document
         if writer.wants(document):
             waiting.append((writer, document, piece))
             characters += len(piece.text)
