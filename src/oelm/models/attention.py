@@ -87,22 +87,28 @@ def _runs(sizes: list[int], trains: tuple[bool, ...]) -> list[tuple[int, int, li
     return runs
 
 
-def fused_projections(x: Tensor, linears: list[nn.Linear]) -> list[Tensor]:
+def distinct_weights(linears: list[nn.Linear]) -> list[nn.Parameter]:
+    """Their matrices, each once."""
+    found: list[nn.Parameter] = []
+    for linear in linears:
+        if all(known is not linear.weight for known in found):
+            found.append(linear.weight)
+    return found
+
+
+def fused_projections(x: Tensor, linears: list[nn.Linear], stacked: Tensor | None = None) -> list[Tensor]:
     """What each Linear gives for x, computed as one product forward and as few as possible backward.
 
-    A matrix that two of them share (K tied to Q) is multiplied once.
+    A matrix that two of them share (K tied to Q) is multiplied once. stacked: the distinct matrices above each other,
+    where somebody keeps them so; else they are copied together.
     """
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    distinct: list[Tensor] = []
-    places: list[int] = []
-    for linear in linears:
-        place = next((i for i, known in enumerate(distinct) if known is linear.weight), len(distinct))
-        if place == len(distinct):
-            distinct.append(linear.weight)
-        places.append(place)
+    distinct = distinct_weights(linears)
+    places = [next(i for i, known in enumerate(distinct) if known is linear.weight) for linear in linears]
     trains = tuple(weight.requires_grad for weight in distinct)
     weights = [weight.to(dtype) for weight in distinct]
-    stacked = torch.cat([weight.detach() for weight in weights])
+    if stacked is None or stacked.dtype != dtype:
+        stacked = torch.cat([weight.detach() for weight in weights])
     product: Tensor = _FusedProjection.apply(x.to(dtype), stacked, trains, *weights)  # type: ignore[no-untyped-call]
     parts = torch.split(product, [w.shape[0] for w in weights], dim=-1)
     return [
@@ -146,11 +152,12 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.width, kv_width, bias=shape.qkv_bias)
         self.o = nn.Linear(shape.width, shape.width, bias=shape.qkv_bias)
         self.addons: nn.Module | None = None
+        self.stacked: Tensor | None = None  # q, k, v in one memory, while a captured step lends them so
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each (B, T, heads, head_dim)."""
         if self.fused and _plain(self.q) and _plain(self.k) and _plain(self.v):
-            q, k, v = fused_projections(x, [self.q, self.k, self.v])
+            q, k, v = fused_projections(x, [self.q, self.k, self.v], self.stacked)
         else:
             q, k, v = self.q(x), self.k(x), self.v(x)
         return (

@@ -19,9 +19,9 @@ LANES = 64  # logits' rows start on this many elements: unaligned rows cost the 
 HALF = (torch.bfloat16, torch.float16)
 
 
-def usable(hidden: Tensor) -> bool:
-    """Whether the fused form can take these features."""
-    return hidden.is_cuda and hidden.dtype in HALF and importlib.util.find_spec("triton") is not None
+def usable(hidden: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the fused form can take these features, computed in this precision."""
+    return hidden.is_cuda and dtype in HALF and importlib.util.find_spec("triton") is not None
 
 
 def padded_rows(vocab: int) -> int:
@@ -62,8 +62,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients by hidden and weight. The scale goes onto the small operand of each product."""
     empty = hidden.new_empty(0)
-    by_hidden = (slope @ _padded(weight)).mul_(scale.to(hidden.dtype)) if want_hidden else empty
-    by_weight = (slope.t() @ (hidden * scale.to(hidden.dtype)))[: weight.shape[0]] if want_weight else empty.clone()
+    factor = scale.to(hidden.dtype)
+    by_hidden = (slope @ _padded(weight)).mul_(factor) if want_hidden else empty
+    by_weight = (slope.t() @ (hidden * factor))[: weight.shape[0]] if want_weight else empty.clone()
     return by_hidden, by_weight
 
 
@@ -81,6 +82,7 @@ def _backward_shapes(
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[1], inputs[0], inputs[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else a zero gradient as large as the logits would be written
 
 
 def _grads(ctx: Any, by_nats: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

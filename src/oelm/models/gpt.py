@@ -106,15 +106,17 @@ class GPT(nn.Module):
         types: Tensor | None = None,
         last: Tensor | None = None,
         cache: list[LayerCache] | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """Features of `inputs` (B, T).
 
         mask: (B, T), true where a token is valid; documents: (B, T), equal numbers see each other and nothing else;
-        last: (B,), the last valid position; cache: one LayerCache a layer, extended in place; types is not used.
+        last: (B,), the last valid position; cache: one LayerCache a layer, extended in place;
+        embedded: the embeddings of the inputs, where the caller looked them up; types is not used.
         """
         done = 0 if cache is None or cache[0].keys is None else cache[0].keys.shape[2]
         positions, first = _positions(inputs, documents, done)
-        x = self.embed(inputs)
+        x = self.embed(inputs) if embedded is None else embedded
         turn = None
         if self.position is None:
             turn = rotation(positions, self.shape.head_dim)

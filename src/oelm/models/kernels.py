@@ -13,7 +13,7 @@ WARPS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy(logits, stride, targets, nats, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _cross_entropy(logits, stride, targets, nats, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One row: nats = logsumexp - logit of the target; the row becomes softmax - one-hot, or zeros where there is no target.
 
     The running maximum and sum are kept for each lane and joined once: a reduction over the block in every turn of

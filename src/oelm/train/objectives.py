@@ -24,7 +24,7 @@ from oelm.models.vocabulary import IGNORED, vocabulary_loss
 Batch = Mapping[str, Tensor]
 Sums = dict[str, Tensor]
 
-FIELDS = ("mask", "types", "documents", "last")  # of a batch, beside its inputs, that a model may read
+FIELDS = ("mask", "types", "documents", "last", "embedded")  # of a batch, beside its inputs, that a model may read
 
 
 class Source(Protocol):

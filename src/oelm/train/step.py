@@ -6,11 +6,14 @@ the host learns so at its next look. Everything the loop needs of a step is in S
 
 from __future__ import annotations
 
+import importlib.util
+import importlib.util
+import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from oelm.errors import DataError
 from oelm.models.vocabulary import IGNORED
 from oelm.train.optim import Optimizers
-from oelm.train.parallel import World
+from oelm.train.parallel import World, whole
 
 
 WINDOW = 4096  # steps whose losses the device can hold between two looks
@@ -34,6 +37,20 @@ class Look:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     bad_at: int | None = None
+
+
+def pick_precision(wanted: str, device: torch.device) -> str:
+    """What is computed in: float32 on a CPU, float16 with a scaler on a GPU without bfloat16."""
+    if device.type == "cpu":
+        return "fp32"
+    if wanted == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp16"
+    return wanted
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Mixed precision, or nothing for float32."""
+    return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -88,6 +105,8 @@ class Task(nn.Module):
 class Step:
     """The plain step: eager or compiled forward and backward, clipping, masked update."""
 
+    dtypes: ClassVar = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
     def __init__(
         self,
         model: nn.Module,
@@ -107,7 +126,7 @@ class Step:
         self.accumulate = accumulate
         self.clip = clip
         self.world = world
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.dtype = self.dtypes.get(precision)
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         self._losses = torch.zeros(WINDOW, device=device)
         self._norms = torch.zeros(WINDOW, device=device)
@@ -177,7 +196,7 @@ class Step:
         for index, piece in enumerate(pieces):
             last = index == len(pieces) - 1
             with self.world.quiet(self.task, quiet=not last):
-                with torch.autocast(self.device.type, dtype=self.dtype) if self.dtype else nullcontext():
+                with autocast(self.device, self.dtype):
                     nats = self.task(to_device(piece, self.device))
                 loss = nats * share
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
@@ -191,7 +210,7 @@ class Step:
                 self.scaler.unscale_(optimizer)
         limit = self.clip if self.clip > 0 else float("inf")
         norm = nn.utils.clip_grad_norm_([p for p in self._params if p.grad is not None], limit)
-        return self.world.whole(norm)
+        return whole(norm)
 
     def _mask(self, step: int, loss: Tensor, norm: Tensor) -> None:
         """Raise the flag, on the device, if this step must not happen."""
@@ -214,3 +233,53 @@ class Step:
                 optimizer.step()
         if self.scaler is not None:
             self.scaler.update()
+
+
+def make_step(model: nn.Module, objective: Any, optimizers: Optimizers, **how: Any) -> Step:
+    """The fastest step that serves this run: a captured graph on one CUDA device, else the plain step."""
+    simple = how["accumulate"] == 1 and how["world"].size == 1 and how["precision"] == "bf16"
+    adamw = all(type(optimizer) is torch.optim.AdamW for optimizer in optimizers.each)
+    if how["device"].type == "cuda" and simple and adamw and importlib.util.find_spec("triton") is not None:
+        from oelm.train.capture import CapturedStep
+
+        return CapturedStep(model, objective, optimizers, **how)
+    return Step(model, objective, optimizers, **how)
+
+
+def make_step(
+    model: nn.Module,
+    objective: Any,
+    optimizers: Optimizers,
+    *,
+    device: torch.device,
+    precision: str,
+    accumulate: int,
+    clip: float,
+    world: World,
+) -> Step:
+    """The fastest step there is for this run on this device; OELM_STEP=plain asks for the plain one."""
+    fast = (
+        device.type == "cuda"
+        and precision == "bf16"
+        and accumulate == 1
+        and world.size == 1
+        and optimizers.settings.name == "adamw"
+        and os.environ.get("OELM_STEP", "") != "plain"
+        and importlib.util.find_spec("triton") is not None
+        and importlib.util.find_spec("oelm.train.capture") is not None
+    )
+    kind = Step
+    if fast:
+        from oelm.train.capture import CapturedStep
+
+        kind = CapturedStep
+    return kind(
+        model,
+        objective,
+        optimizers,
+        device=device,
+        precision=precision,
+        accumulate=accumulate,
+        clip=clip,
+        world=world,
+    )
