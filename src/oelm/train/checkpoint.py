@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +24,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors import torch as tensors_format
-from torch import Tensor
+from torch import Tensor, nn
 
 from oelm import __version__
-from oelm.errors import CheckpointError, MachineError
+from oelm.errors import CheckpointError, FrozenWeightsChanged
+from oelm.method.record import digest
 from oelm.train.folder import fsync_folder, machine_error, strict_json, write_atomically
+from oelm.train.parallel import World, put, stored
 
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+SHARD = re.compile(r"(\w+)\.shard-")  # a file of one rank's part of `model`, `optimizer` or `extra`
 _MANIFEST_LIMIT = 10_000_000
 
 Files = Mapping[str, Mapping[str, Tensor]]
@@ -107,17 +110,24 @@ def read_checkpoint(path: Path) -> Loaded:
         raise Damaged(f"{path}: {odd[0]} is {'not in the manifest' if odd[0] in there else 'missing'}")
     tensors: dict[str, dict[str, Tensor]] = {}
     state: dict[str, Any] = {}
+    shards: dict[str, list[Path]] = {}
     for name, entry in manifest["files"].items():
         raw = _read(path / name, entry["bytes"])
         if hashlib.sha256(raw).hexdigest() != entry["sha256"]:
             raise Damaged(f"{path / name}: SHA-256 differs from the manifest's")
         try:
-            if name.endswith(".safetensors"):
+            if match := SHARD.match(name):
+                shards.setdefault(match[1], []).append(path / name)
+            elif name.endswith(".safetensors"):
                 tensors[name.removesuffix(".safetensors")] = tensors_format.load(raw)
             elif name == "state.json":
                 state = json.loads(raw)
         except (SafetensorError, ValueError) as error:
             raise Damaged(f"{path / name}: {error}") from None
+    if shards:
+        from oelm.train.shards import read_shards
+
+        tensors |= {name: read_shards(files) for name, files in shards.items()}
     return Loaded(path, int(manifest["step"]), tensors, state, manifest)
 
 
@@ -134,11 +144,32 @@ def load_weights(folder: Path, which: str = "best") -> tuple[dict[str, Tensor], 
     return loaded.tensors["model"], loaded.step
 
 
+def put_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path, skip: Collection[str] = ()) -> None:
+    """Write a checkpoint's tensors into a model that the run's variant was applied to; every name must fit.
+
+    skip: the names that a compact checkpoint leaves out.
+    """
+    there = stored(model, skip)
+    if odd := sorted(set(there) ^ set(weights)):
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        raise CheckpointError(f"{path}: does not fit the model ({odd[0]}{more}); was it written by another run?")
+    for name, target in there.items():
+        value = weights[name]
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise CheckpointError(
+                f"{path}: {name} is {value.dtype} {list(value.shape)} there, "
+                f"{target.dtype} {list(target.shape)} in the model; was it written by another run?"
+            )
+    with torch.no_grad():
+        for name, target in there.items():
+            put(target, weights[name])
+
+
 # -- writing
 
 
 def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the host; from a device they are queued on its stream, and `settle` waits for them."""
+    """Copies on the host; copies from a GPU are queued on its stream and must be waited for."""
     return {
         name: torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True)
         if t.is_cuda
@@ -147,11 +178,31 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One save, as the writer gets it."""
+
+    step: int
+    files: Files
+    state: Mapping[str, Any]
+    best: bool
+    check: Callable[[], None]
+    frozen: Mapping[str, str]
+    copied: Any  # a CUDA event, or None: the files are on the host when it has happened
+
+
 class Checkpoints:
     """The checkpoints of one run folder."""
 
     def __init__(
-        self, folder: Path, *, identity: str, fingerprint: str | None, keep_last: int = 2, say: Callable[[str], None]
+        self,
+        folder: Path,
+        *,
+        identity: str,
+        fingerprint: str | None,
+        world: World,
+        keep_last: int = 2,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.folder = folder
         self.root = folder / "checkpoints"
@@ -159,9 +210,9 @@ class Checkpoints:
         self.fingerprint = fingerprint
         self.keep_last = max(1, keep_last)
         self.say = say
+        self.world = world
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="oelm-save")
         self._pending: Future[None] | None = None
-        self.bytes_written = 0
 
     def close(self) -> None:
         """Wait for a save that is under way, without raising what it raised."""
@@ -222,12 +273,26 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         best: bool = False,
-        before: Callable[[], None] | None = None,
-        note: str = "",
+        check: Callable[[], None] = lambda: None,
+        frozen: Mapping[str, str] | None = None,
     ) -> None:
-        """Queue one save of host tensors. Waits for the save before it; `wait` waits for this one."""
+        """Snapshot the tensors and queue the writing; waits for the save before it, `wait` waits for this one.
+
+        check: called by the writer before anything is written. frozen: what tensors of the file "model" must hash to;
+        a difference raises FrozenWeightsChanged and nothing is written. Sharded tensors are written at once, by all ranks.
+        """
         self.wait()
-        self._pending = self._writer.submit(self._save, step, files, dict(state), best, before, note)
+        if self.world.sharded:
+            self._save_sharded(_Job(step, files, dict(state), best, check, {}, None))
+        elif self.world.first:
+            copies = {name: snapshot(tensors) for name, tensors in files.items()}
+            copied = None
+            if self.world.device.type == "cuda":
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record()
+            self._pending = self._writer.submit(
+                self._save, _Job(step, copies, dict(state), best, check, frozen or {}, copied)
+            )
 
     def poll(self) -> None:
         """Raise what a finished save raised; never waits."""
@@ -240,40 +305,67 @@ class Checkpoints:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def _save(
-        self,
-        step: int,
-        files: Files,
-        state: Mapping[str, Any],
-        best: bool,
-        before: Callable[[], None] | None,
-        note: str,
-    ) -> None:
-        if before is not None:
-            before()
-        temporary = self.root / f"step-{step}.{secrets.token_hex(4)}.tmp"
+    def _save(self, job: _Job) -> None:
+        """The protocol, in the writer's thread."""
+        if job.copied is not None:
+            job.copied.synchronize()
+        job.check()
+        for name, wanted in job.frozen.items():
+            found = job.files["model"].get(name)
+            if found is not None and digest(found) != wanted:
+                raise FrozenWeightsChanged(
+                    f"{name}: frozen, and not what it was when it was frozen (at step {job.step}); nothing was saved"
+                )
+        temporary = self._temporary(job.step)
         try:
             self.root.mkdir(exist_ok=True)
             temporary.mkdir()
             entries = {}
-            for name, tensors in files.items():
-                entries[f"{name}.safetensors"] = self._put(
+            for name, tensors in job.files.items():
+                entries[f"{name}.safetensors"] = _put(
                     temporary / f"{name}.safetensors", tensors_format.save(dict(tensors))
                 )
-            entries["state.json"] = self._put(temporary / "state.json", strict_json(state).encode())
-            self._put(temporary / MANIFEST, _sealed(self._manifest(step, entries)).encode())
-            fsync_folder(temporary)
-            final = self._rename(temporary, step)
-            fsync_folder(self.root)
+            self._seal(temporary, job, entries)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise machine_error(error, self.root, f"saving step {step}") from None
-        self.bytes_written = sum(e["bytes"] for e in entries.values())
-        write_atomically(self.folder / "latest", f"checkpoints/{final.name}\n")
-        if best:
-            write_atomically(self.folder / "best", f"checkpoints/{final.name}\n")
-        self.say(f"checkpoint step={step} saved{note}")
+            raise machine_error(error, self.root, f"saving step {job.step}") from None
         self._prune()
+
+    def _save_sharded(self, job: _Job) -> None:
+        """The same by all ranks together: DCP writes each rank's shards as safetensors, the first rank seals them."""
+        from oelm.train.shards import write_shards
+
+        job.check()
+        temporary = self._temporary(0).with_name(self.world.told(self._temporary(job.step).name))
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            self.world.barrier()
+            for name, tensors in job.files.items():
+                write_shards(temporary, name, tensors)
+            self.world.barrier()
+            if self.world.first:
+                entries = {path.name: _hashed(path) for path in sorted(temporary.iterdir())}
+                self._seal(temporary, job, entries)
+                self._prune()
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise machine_error(error, self.root, f"saving step {job.step}") from None
+        self.world.barrier()
+
+    def _temporary(self, step: int) -> Path:
+        return self.root / f"step-{step}.{secrets.token_hex(4)}.tmp"
+
+    def _seal(self, temporary: Path, job: _Job, entries: dict[str, Any]) -> None:
+        """State, manifest, rename, pointers; only then is the checkpoint said to be there."""
+        entries["state.json"] = _put(temporary / "state.json", strict_json(job.state).encode())
+        _put(temporary / MANIFEST, _sealed(self._manifest(job.step, entries)).encode())
+        fsync_folder(temporary)
+        final = self._rename(temporary, job.step)
+        fsync_folder(self.root)
+        write_atomically(self.folder / "latest", f"checkpoints/{final.name}\n")
+        if job.best:
+            write_atomically(self.folder / "best", f"checkpoints/{final.name}\n")
+        self.say(f"checkpoint step={job.step} saved")
 
     def _manifest(self, step: int, entries: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -286,15 +378,6 @@ class Checkpoints:
             "threads": torch.get_num_threads(),
             "files": dict(entries),
         }
-
-    @staticmethod
-    def _put(path: Path, raw: bytes) -> dict[str, Any]:
-        with open(path, "xb", buffering=0) as file:
-            view = memoryview(raw)
-            while view:
-                view = view[file.write(view) :]
-            os.fsync(file.fileno())
-        return {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
 
     def _rename(self, temporary: Path, step: int) -> Path:
         """To a name never used before: a folder cannot be replaced atomically."""
@@ -322,12 +405,26 @@ class Checkpoints:
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
+def _put(path: Path, raw: bytes) -> dict[str, Any]:
+    """Write one new file and wait until it is on the disk; its entry in the manifest."""
+    with open(path, "xb", buffering=0) as file:
+        view = memoryview(raw)
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())
+    return {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+
+
+def _hashed(path: Path) -> dict[str, Any]:
+    """The entry of a file that another library wrote, once it is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
 def disk_room(folder: Path, needed: int) -> str | None:
     """A warning when the disk has less room than two checkpoints need."""
     free = shutil.disk_usage(folder).free
     if free < 2 * needed:
         return f"{folder}: {free / 1e6:,.0f} MB free, two checkpoints need {2 * needed / 1e6:,.0f} MB; free space"
     return None
-
-
-__all__ = ["Checkpoints", "Damaged", "Loaded", "MachineError", "load_weights", "read_checkpoint", "snapshot"]

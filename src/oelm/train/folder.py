@@ -185,36 +185,32 @@ class RunFolder:
 
     def write(self, name: str, data: Any) -> None:
         """A JSON file of the folder, replaced as a whole."""
+        if not self.first:
+            return
         write_atomically(self.path / name, strict_json(data, indent=1) + "\n")
 
     def forget(self, name: str) -> None:
+        """Remove a file of the folder, if it is there."""
+        if not self.first:
+            return
         with contextlib.suppress(FileNotFoundError):
             (self.path / name).unlink()
 
     # -- metrics.jsonl
 
-    def open_metrics(self, lines: int) -> list[dict[str, Any]]:
-        """Open the log for appending, cut back to its first `lines`; returns the lines kept."""
+    def open_metrics(self, lines: int) -> None:
+        """Open the log for appending, cut back to its first `lines`: what came later happens again, a torn line goes."""
+        if not self.first:
+            return
         path = self.path / "metrics.jsonl"
-        kept: list[dict[str, Any]] = []
-        if path.exists():
-            raw = path.read_bytes()
-            whole = raw[: raw.rfind(b"\n") + 1]
-            for text in whole.splitlines():
-                try:
-                    line = json.loads(text)
-                except ValueError:
-                    break  # a torn line: everything after it was written later
-                kept.append(line)
-            del kept[lines:]
-            text = "".join(strict_json(line) + "\n" for line in kept)
-            if text.encode() != raw:
-                write_atomically(path, text)
         try:
+            raw = path.read_bytes() if path.exists() else b""
+            kept = b"".join(line for line in raw.splitlines(keepends=True)[:lines] if line.endswith(b"\n"))
+            if kept != raw:
+                write_atomically(path, kept.decode("utf-8", "replace"))
             self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed with the folder
         except OSError as error:
             raise machine_error(error, path, "opening the log of metrics") from None
-        return kept
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append one line."""

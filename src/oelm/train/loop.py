@@ -6,223 +6,222 @@ intact checkpoint of its folder, and does nothing for a run that is over. It ref
 
 from __future__ import annotations
 
-import hashlib
-import math
-import resource
-import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import oelm
-from oelm.errors import DataError, OelmError, OutOfMemory, Preempted
+from oelm.errors import CheckpointError, OelmError, OutOfMemory, Preempted
 from oelm.train import optim
-from oelm.train.checkpoint import Checkpoints, Loaded, load_weights, snapshot
-from oelm.train.clock import Clock
+from oelm.train.checkpoint import Checkpoints, Loaded, disk_room, load_weights, put_weights
+from oelm.train.clock import Clock, measured_ceiling
 from oelm.train.folder import RunFolder
-from oelm.train.parallel import World, pick_device
+from oelm.train.memory import is_out_of_memory, memory_message, peak_bytes
+from oelm.train.parallel import World, lost_process, pick_device, stored
 from oelm.train.progress import Progress, open_sinks
-from oelm.train.result import environment, parameters, record
+from oelm.train.result import cost, environment, frozen_digest, parameters, record
 from oelm.train.run import Run, run_id
 from oelm.train.signals import Signals, StopAsked
-from oelm.train.step import Step, examples_in, tokens_in
+from oelm.train.state import Diverged, State
+from oelm.train.step import Batch, Step, autocast, examples_in, make_step, pick_precision, tokens_in
 
 
-EXPLODED = 3.0  # times the first loss, at least EXPLODED nats, as the mean of ...
-EXPLODED_STEPS = 20  # ... so many steps in a row: the run has diverged though every number is finite
-
-Event = Callable[[Mapping[str, Any]], None]
+LOOKS = 200  # train lines of a short run; a long one has one every ...
+LOOK_EVERY = 50  # ... so many steps, and the host waits for the device no more often
 
 
-def train(
-    run: Run,
-    folder: Path,
-    *,
-    device: str = "auto",
-    data_folder: Path | None = None,
-    progress: str = "auto",
-    study: str | None = None,
-    row: str | None = None,
-    checkpoint_every: int | None = None,
-    keep_last: int = 2,
-    on_event: Event | None = None,
-    parallel: str = "ddp",
-) -> dict[str, Any]:
-    """Train a run in its folder and return what result.json holds; a finished run is returned as it is.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Where and how a run runs: nothing here changes its result."""
 
-    Raises Preempted after a signal (all is saved; the same call continues) and KeyboardInterrupt after Ctrl-C.
-    A diverged run returns, with status "diverged".
+    device: str = "auto"
+    data_folder: Path | None = None
+    progress: str = "auto"
+    study: str | None = None
+    row: str | None = None
+    checkpoint_every: int | None = None
+    keep_last: int = 2
+    compact: bool = False
+    parallel: str = "ddp"
+    on_event: Callable[[Mapping[str, Any]], None] | None = None
+
+
+def train(run: Run, folder: Path | str, **options: Any) -> dict[str, Any]:
+    """Train a run in its folder and return what result.json holds; a run that is over is returned as it is.
+
+    Options: those of `Options`. Raises Preempted after a signal (all is saved; the same call continues) and
+    KeyboardInterrupt after Ctrl-C. A run that diverges returns, with status "diverged".
     """
+    chosen = Options(**options)
     folder = Path(folder)
-    name = run_id(row, run) if row else folder.absolute().name
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        world = stack.enter_context(World(pick_device(device), parallel))
+        stack.enter_context(_deterministic(run.deterministic))
+        world = stack.enter_context(World(pick_device(chosen.device), chosen.parallel))
         home = stack.enter_context(RunFolder(folder, run, first=world.first))
         done = home.result()
         if done is not None:
             return done
-        session = _Session(run, home, world, signals, name, study, row, data_folder, on_event)
-        session.checkpoint_every = checkpoint_every
-        session.keep_last = keep_last
-        session.progress_mode = progress
+        session = _Session(run, home, world, signals, chosen)
         try:
-            return session.whole(stack)
+            return session.train(stack)
         except (StopAsked, Preempted, KeyboardInterrupt):
-            session.leave("stopped", None)
-            if signals.asked is not None and signals.asked.name == "SIGINT":
+            session.leave_quietly("stopped", None)
+            asked = signals.asked.name if signals.asked else "SIGINT"
+            if asked == "SIGINT":
                 raise KeyboardInterrupt from None
-            said = f"saved step {session.saved_step}" if session.saved_step else "before the first checkpoint"
-            by = signals.asked.name if signals.asked else "a signal"
-            raise Preempted(f"{folder}: stopped by {by}, {said}; run the same command again to continue") from None
+            where = f"step {session.saved_at} is saved" if session.saved_at else "before the first step was saved"
+            raise Preempted(f"{folder}: stopped by {asked}, {where}; run the same command again to continue") from None
         except OelmError as error:
-            session.leave("failed", str(error))
+            session.leave_quietly("failed", str(error))
             raise
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            message = session.memory_message(error)
-            session.leave("failed", message)
-            raise OutOfMemory(message) from None
         except BaseException as error:
-            session.leave("failed", f"{type(error).__name__}: {error}")
+            known = _translated(error, session)
+            session.leave_quietly("failed", str(known) if known else f"{type(error).__name__}: {error}")
+            if known is not None:
+                raise known from None
             raise
+
+
+def _translated(error: BaseException, session: _Session) -> OelmError | None:
+    """The one line for a foreign exception that has one."""
+    if is_out_of_memory(error):
+        return OutOfMemory(memory_message(error, session.run, session.world.device, session.home.path))
+    return lost_process(error, session.world)
+
+
+@contextlib.contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Deterministic algorithms for the life of one run."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 class _Session:
     """One process's life of one run."""
 
-    def __init__(
-        self,
-        run: Run,
-        home: RunFolder,
-        world: World,
-        signals: Signals,
-        name: str,
-        study: str | None,
-        row: str | None,
-        data_folder: Path | None,
-        on_event: Event | None,
-    ) -> None:
-        self.run, self.home, self.world, self.signals = run, home, world, signals
-        self.name, self.study, self.row = name, study, row
-        self.data_folder = data_folder
-        self.on_event = on_event
+    def __init__(self, run: Run, home: RunFolder, world: World, signals: Signals, options: Options) -> None:
+        self.run, self.home, self.world, self.signals, self.options = run, home, world, signals, options
         self.device = world.device
-        self.checkpoint_every: int | None = None
-        self.keep_last = 2
-        self.progress_mode = "auto"
-        self.saved_step = 0
-        self.known: dict[str, Any] = {}
-        self.clock = Clock()
-        # what a checkpoint's state.json carries
-        self.step_number = 0
-        self.tokens = 0
-        self.examples = 0
-        self.lines = 0
-        self.evaluated_at = 0
-        self.pending: list[list[float]] = []  # [loss, norm] of steps since the last line
-        self.recent: list[float] = []  # losses the explosion rule looks at
-        self.first_loss: float | None = None
-        self.curve: list[list[float]] = []
-        self.best: dict[str, Any] | None = None
-        self.worse = 0  # evaluations since the best one
-        self.stopped_early = False
-        self.validation: dict[str, Any] | None = None
+        self.name = run_id(options.row, run) if options.row else home.path.name
+        self.state = State()
+        self.clock = Clock(self.device)
+        self.saved_at = 0
+        self.flops_per_token: float | None = None
+        self.ceiling: float | None = None
+        self.known: dict[str, Any] = {}  # of the record
 
-    # -- from nothing to a session that can step
-
-    def whole(self, stack: ExitStack) -> dict[str, Any]:
+    def train(self, stack: ExitStack) -> dict[str, Any]:
+        """The whole of it, from data to the record."""
         with self.signals.interruptible():
-            self._prepare()
+            self._load()
             self._build()
         sinks = open_sinks(self.home.path, self.name, self.run.model_dump(mode="json")) if self.world.first else []
         self.progress = stack.enter_context(
-            Progress(self.progress_mode, self.home.path, self.name, self.total, quiet=not self.world.first, sinks=sinks)
+            Progress(
+                self.options.progress,
+                self.home.path,
+                self.name,
+                self.total,
+                quiet=not self.world.first,
+                sinks=sinks,
+            )
         )
         self.checkpoints = Checkpoints(
             self.home.path,
             identity=self.run.identity(),
             fingerprint=self.source.fingerprint,
-            keep_last=self.keep_last,
+            keep_last=self.options.keep_last,
             say=self.progress.say,
+            world=self.world,
         )
         stack.callback(self.checkpoints.close)
         self._resume()
         try:
             self._steps()
-        except _Diverged as found:
-            return self._diverged(str(found))
+        except Diverged as why:
+            return self._diverged(str(why))
         return self._finish()
 
-    def _prepare(self) -> None:
+    # -- from nothing to a session that can step
+
+    def _load(self) -> None:
         from oelm.data.open import load
 
-        if self.world.first:
-            self.home.forget("result.json")
+        self.home.forget("result.json")
         self.home.beat(state="loading data")
-        self.source = load(self.run.data, self.data_folder)
+        self.source = load(self.run.data, folder=self.options.data_folder)
 
     def _build(self) -> None:
         from oelm.models.build import build
         from oelm.train.objectives import objective_for
 
-        run, source = self.run, self.source
-        labels = getattr(source, "labels", None)
-        count = len(labels) if labels is not None and not isinstance(labels, int) else labels
-        if run.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=False)
+        run, source, budget = self.run, self.source, self.run.budget
         torch.manual_seed(run.seed)
+        labels = source.labels if isinstance(source.labels, int) else len(source.labels)
         self.model = build(
-            run.model, vocab=source.vocab_size, labels=count or None, seed=run.seed, context=run.data.context
+            run.model, vocab=source.vocab_size, labels=labels or None, seed=run.seed, context=run.data.context
         )
         report = oelm.apply(self.model, run.variant, seed=run.seed)
         oelm.verify(self.model)
         self.model.to(self.device).train()
         self.objective = objective_for(run.model, source)
-        budget = run.budget
         self.total = optim.total_steps(
             budget,
             steps_per_epoch=source.steps_per_epoch(budget.batch),
             tokens_per_step=budget.batch * run.data.context,
         )
+        self.look_every = max(1, min(LOOK_EVERY, self.total // LOOKS))
         self.factor = optim.schedule(run.optimizer, self.total)
         self.thaw = oelm.schedule(self.model, total_steps=self.total)
-        self.precision = _precision(run.precision, self.device)
+        precision = pick_precision(run.precision, self.device)
+        self.known = {
+            "params": parameters(self.model),
+            "logit_std": report.logit_std,
+            "data": {
+                "name": run.data.name,
+                "status": source.provenance.get("status"),
+                "fingerprint": source.fingerprint,
+                "provenance": dict(source.provenance),
+            },
+            "environment": environment(self.device, precision),
+            "frozen_digest": {"start": frozen_digest(self.model), "end": None},
+        }
+        self._measure_ceiling(precision)
+        self.world.shard(self.model)
         self.optimizers = optim.Optimizers(self.model, run.optimizer, self.device)
-        self.step = Step(
+        for optimizer in self.optimizers.each[:1] if len(self.optimizers.each) == 1 else []:
+            oelm.verify(self.model, optimizer)
+        self.step = make_step(
             self.model,
             self.objective,
             self.optimizers,
             device=self.device,
-            precision=self.precision,
+            precision=precision,
             accumulate=budget.accumulate,
             clip=run.optimizer.clip,
             world=self.world,
         )
-        self.log_every = max(1, min(50, self.total // 200))
-        provenance = dict(source.provenance)
-        self.known = {
-            "params": parameters(self.model, (id(p) for p in self.optimizers.params)),
-            "logit_std": _logit_std(report),
-            "data": {
-                "name": provenance.get("name", run.data.name),
-                "status": provenance.get("status"),
-                "fingerprint": source.fingerprint,
-                "tokens_seen": None,
-                "examples_seen": None,
-                "provenance": provenance,
-            },
-            "environment": environment(self.device, self.precision),
-            "frozen_digest": {"start": _digest(self.model), "end": None},
-        }
-        # Dropout draws from here on; the ranks of one run must differ.
-        torch.manual_seed(run.seed + 1_000_003 * self.world.rank)
-        if self.world.first:
-            self.home.write("environment.json", self.known["environment"])
+        torch.manual_seed(run.seed + 1_000_003 * self.world.rank)  # of dropout: not the same on every rank
+        self.home.write("environment.json", self.known["environment"])
 
-    # -- resume
+    def _measure_ceiling(self, precision: str) -> None:
+        """What MFU is measured against: only where it can be measured."""
+        if self.device.type != "cuda" or not self.world.first:
+            return
+        flops = oelm.account(self.model, length=self.run.data.context).flops
+        if flops is not None:
+            self.flops_per_token = flops.total / self.run.data.context
+            self.ceiling = measured_ceiling(self.device, Step.dtypes.get(precision))
 
     def _resume(self) -> None:
         if self.world.first:
@@ -231,337 +230,308 @@ class _Session:
         found = self.checkpoints.load()
         if found is not None:
             self._restore(found)
-            self.progress.say(f"resumed at step {self.step_number} of {self.total}")
-        if self.world.first:
-            self.home.open_metrics(self.lines)
+            self.progress.say(f"resumed at step {self.state.step:,} of {self.total:,}")
+        elif self.world.first and (warning := disk_room(self.home.path, self._checkpoint_bytes())):
+            self.progress.say(f"warning: {warning}")
+        self.home.open_metrics(self.state.lines)
+
+    def _checkpoint_bytes(self) -> int:
+        params = self.known["params"]
+        return int(4 * params["total"] + 8 * params["trainable"])
 
     def _restore(self, found: Loaded) -> None:
-        state = found.state
-        for name in _STATE:
-            setattr(self, name, state[name])
-        if self.step_number:
-            self.thaw.step(self.step_number - 1)  # what is due at this very step, the loop thaws and logs
-        weights = found.tensors["model"]
-        self.model.load_state_dict(weights, strict=False)
+        """Put everything back: weights, what is thawed, optimiser, scaler, clock, random states, counts."""
+        self.state = State.from_dict(found.state)
+        self.saved_at = found.step
+        if self.state.step:
+            self.thaw.step(self.state.step - 1)  # what is due at this very step, the loop thaws and logs
+        put_weights(self.model, found.tensors["model"], found.path, skip=self._left_out())
         oelm.verify(self.model)
         self.optimizers.load(found.tensors["optimizer"])
-        self.step.load(found.tensors["extra"])
-        self.step.thawed()
         extra = found.tensors["extra"]
-        self.clock.restore(
-            seconds=state["seconds"],
-            steps=extra["clock|steps"].tolist(),
-            tokens=extra["clock|tokens"].tolist(),
-            evaluations=extra["clock|evaluations"].tolist(),
+        self.step.load(extra)
+        self.step.thawed()
+        self.clock.load(extra, self.state.seconds)
+        self.world.restore_random_states(extra)
+
+    def _left_out(self) -> frozenset[str]:
+        """Names that the seed gives again: what a compact checkpoint does not hold."""
+        from oelm.method.record import record_of
+
+        found = record_of(self.model)
+        return (
+            frozenset(found.regenerable) & frozenset(found.frozen_for_good)
+            if self.options.compact and found
+            else frozenset()
         )
-        torch.set_rng_state(extra["rng|cpu"])
-        if self.device.type == "cuda" and "rng|cuda" in extra:
-            torch.cuda.set_rng_state(extra["rng|cuda"], self.device)
-        self.saved_step = found.step
 
     # -- stepping
 
     def _steps(self) -> None:
-        run, source, batch = self.run, self.source, self.run.budget.batch
+        state = self.state
         if self._evaluation_due():  # a stop came between a step and its evaluation
             self._evaluate()
-        while self.step_number < self.total and not self.stopped_early:
-            if self.signals.asked is not None:
-                raise self._preempted()
-            n = self.step_number
-            if self.thaw.step(n):
+        while state.step < self.total and not state.stopped_early:
+            if self.world.agree(self.signals.asked is not None, state.step):
+                raise self._stop()
+            self.checkpoints.poll()
+            thawed = self.thaw.step(state.step)
+            if thawed:
                 self.step.thawed()
-                self._log({"kind": "event", "event": "thaw"})
-            arrays = source.train_batch(seed=run.seed, step=n, batch=batch, rank=self.world.rank, world=self.world.size)
-            began = time.perf_counter()
-            self.step(n, arrays, self.factor(n))
-            self.step_number = n + 1
-            here = tokens_in(arrays)
-            self.tokens += here * self.world.size
-            self.examples += examples_in(arrays) * self.world.size
-            self.clock.steps.append(time.perf_counter() - began)
-            self.clock.step_tokens.append(here * self.world.size)
-            if self.step_number % self.log_every == 0 or self.step_number == self.total or self.step.full:
+                self._log({"kind": "event", "event": "thaw", "parameters": thawed})
+            arrays = self._batch(state.step)
+            self.clock.start()
+            self.step(state.step, arrays, self.factor(state.step))
+            tokens = tokens_in(arrays) * self.world.size
+            self.clock.stop(tokens)
+            state.step += 1
+            state.tokens += tokens
+            state.examples += examples_in(arrays) * self.world.size
+            if self._look_due():
                 self._look()
             if self._evaluation_due():
-                self._look()
                 self._evaluate()
             elif self._save_due():
                 self._save()
-            self.home.beat(step=self.step_number, total=self.total)
+            self.home.beat(step=state.step, total=self.total)
+
+    def _batch(self, step: int) -> Batch:
+        found: Batch = self.source.train_batch(
+            seed=self.run.seed,
+            step=step,
+            batch=self.run.budget.batch,
+            rank=self.world.rank,
+            world=self.world.size,
+        )
+        return found
+
+    def _look_due(self) -> bool:
+        return self.state.step % self.look_every == 0 or self.state.step == self.total or self.state.step == 1
 
     def _look(self) -> None:
-        """Read the device: a train line at every log_every steps, divergence at once."""
+        """Wait for the device and read it: losses, divergence; a train line where one is due."""
+        state = self.state
         look = self.step.look()
-        bad = look.bad_at
-        good = look.losses if bad is None else look.losses[: max(0, len(look.losses) - (self.step_number - bad))]
-        self.pending += [[loss, norm] for loss, norm in zip(good, look.norms, strict=False)]
-        if self.first_loss is None and good:
-            self.first_loss = good[0]
-        self.recent = (self.recent + good)[-EXPLODED_STEPS:]
-        if bad is not None:
-            self.tokens -= self.clock.forget_after(bad)
-            self.step_number = bad  # the steps before it are the last that happened
-            raise _Diverged(f"step {bad + 1}: the loss or a gradient is not finite; the update was not made")
-        if self.step_number % self.log_every == 0 or self.step_number == self.total:
+        self.clock.settle()
+        state.took(look.losses, look.norms)
+        if look.bad_at is not None:
+            state.tokens -= self.clock.forget_after(look.bad_at)
+            state.examples -= (state.step - look.bad_at) * self.run.budget.batch
+            state.step = look.bad_at  # what came after it was masked
+            raise Diverged(f"step {look.bad_at + 1}: the loss or a gradient is not finite; the update was not made")
+        if state.step % self.look_every == 0 or state.step == self.total:
             self._train_line()
-        limit = EXPLODED * max(1.0, self.first_loss or 1.0)
-        if len(self.recent) == EXPLODED_STEPS and min(self.recent) > limit:
-            raise _Diverged(
-                f"step {self.step_number}: the loss exploded ({self.recent[-1]:.3g} after {self.first_loss:.3g})"
-            )
+        state.check_explosion()
 
     def _train_line(self) -> None:
-        if not self.pending:
+        means = self.state.means()
+        if means is None:
             return
-        losses = [p[0] for p in self.pending]
-        norms = [p[1] for p in self.pending]
-        self.pending = []
-        line = {
-            "kind": "train",
-            "loss": math.fsum(losses) / len(losses),
-            "lr": self.run.optimizer.lr * self.factor(self.step_number - 1),
-            "grad_norm": math.fsum(norms) / len(norms),
-            "tokens_per_s": self.clock.tokens_per_s(),
-            "seconds": round(self.clock.seconds, 3),
-        }
-        self._log(line)
-        typical = self.clock.typical()
-        self.progress.show(
+        loss, norm = means
+        rate = self.run.optimizer.lr * self.factor(self.state.step - 1)
+        seconds, tokens_per_s = self.clock.speed() or (None, None)
+        self._log(
             {
-                "step": self.step_number,
-                "loss": line["loss"],
-                "validation": (self.validation or {}).get("loss"),
-                "lr": line["lr"],
-                "tokens_per_s": line["tokens_per_s"],
-                "memory": _peak(self.device),
-                "seconds": self.clock.seconds,
-                "eta": typical * (self.total - self.step_number) if typical else None,
-                "frozen": _frozen_words(self.known["params"]),
+                "kind": "train",
+                "loss": loss,
+                "lr": rate,
+                "grad_norm": norm,
+                "tokens_per_s": tokens_per_s,
+                "seconds": round(self.clock.seconds, 3),
             }
         )
+        self.progress.show(
+            {
+                "step": self.state.step,
+                "loss": loss,
+                "validation": (self.state.validation or {}).get("loss"),
+                "lr": rate,
+                "tokens_per_s": tokens_per_s,
+                "mfu": self._mfu(tokens_per_s),
+                "memory": peak_bytes(self.device),
+                "seconds": self.clock.seconds,
+                "eta": seconds * (self.total - self.state.step) if seconds else None,
+                "frozen": self._frozen_now(),
+            }
+        )
+
+    def _mfu(self, tokens_per_s: float | None) -> float | None:
+        if tokens_per_s is None or self.flops_per_token is None or self.ceiling is None:
+            return None
+        return tokens_per_s * self.flops_per_token / self.ceiling / self.world.size
+
+    def _frozen_now(self) -> str:
+        total = self.known["params"]["total"]
+        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+        return f"{frozen / total:.1%}" if frozen else ""
+
+    def _log(self, line: dict[str, Any]) -> None:
+        whole = {**line, "step": self.state.step, "tokens": self.state.tokens}
+        self.home.log(whole)
+        self.state.lines += 1
+        self.progress.track({f"{line['kind']}/{key}": value for key, value in line.items()}, self.state.step)
+        if self.options.on_event is not None:
+            self.options.on_event(whole)
+
+    # -- evaluation
+
+    def _evaluation_due(self) -> bool:
+        step, every = self.state.step, self.run.eval_every
+        if step == 0 or self.state.evaluated_at == step:
+            return False
+        return step == self.total or (every > 0 and step % every == 0)
+
+    def _evaluate(self) -> None:
+        """Validation: a line, the curve, the best so far, early stopping; then a checkpoint where one is due."""
+        self._look()
+        limit = self.run.eval_tokens if self.state.step < self.total else None
+        with self.clock.evaluating():
+            metrics = self._measure("validation", limit)
+        best = self.state.judge(metrics, self.run.budget.patience)
+        self._log({"kind": "eval", "split": "validation", **metrics})
+        if self.state.stopped_early:
+            self._log({"kind": "event", "event": "early stop", "best_step": (self.state.best or {}).get("step")})
+        if best or self.state.stopped_early or self.state.step == self.total or self._save_due():
+            self._save(best=best)
+
+    def _measure(self, split: str, limit: int | None = None) -> dict[str, Any]:
+        """A split's metrics; a signal ends it at once, for it can be measured again."""
+        source = _Watched(self.source, lambda: self.home.beat(step=self.state.step, total=self.total, state=split))
+        watch = self.signals.interruptible() if self.world.size == 1 else contextlib.nullcontext()
+        try:
+            with watch, autocast(self.device, self.step.dtype):
+                found = self.objective.evaluate(
+                    self.model, source, split, device=self.device, batch=self.run.budget.batch, limit=limit
+                )
+        except StopAsked:
+            self.model.train()
+            raise self._stop() from None
+        return dict(found)
+
+    # -- saving
+
+    def _save_due(self) -> bool:
+        every = self.options.checkpoint_every or self.run.eval_every or max(1, self.total // 10)
+        return self.state.step % every == 0 and self.state.step != self.saved_at
+
+    def _save(self, *, best: bool = False, wait: bool = False) -> None:
+        """A snapshot on the host; hashing and writing happen behind the loop's back."""
+        self._look()
+        self.state.seconds = self.clock.seconds
+        weights = stored(self.model, skip=self._left_out())
+        if self.options.compact:
+            oelm.verify(self.model)
+        self.checkpoints.save(
+            self.state.step,
+            {
+                "model": weights,
+                "optimizer": self.optimizers.tensors(),
+                "extra": {**self.step.tensors(), **self.clock.tensors(), **self.world.random_states()},
+            },
+            self.state.to_dict(),
+            best=best,
+            check=self.home.sync_metrics,
+            frozen=self._frozen_hashes(),
+        )
+        self.saved_at = self.state.step
+        if wait:
+            self.checkpoints.wait()
+
+    def _frozen_hashes(self) -> dict[str, str]:
+        """What every tensor that is frozen now must hash to, as `apply` left it."""
+        from oelm.method.record import record_of
+
+        found = record_of(self.model)
+        still = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        entries = found.entries if found is not None else ()
+        return {e.name: e.present for e in entries if e.frozen and not e.tied and e.name in still and e.present}
+
+    def _stop(self) -> Preempted:
+        """Save and leave, at a step boundary."""
+        self.checkpoints.wait()
+        if self.state.step and self.state.step != self.saved_at:
+            self._save(wait=True)
+        return Preempted(f"stopped at step {self.state.step}")
+
+    # -- the end
+
+    def _finish(self) -> dict[str, Any]:
+        self.checkpoints.wait()
+        self.world.barrier()
+        oelm.verify(self.model)
+        self.known["frozen_digest"]["end"] = frozen_digest(self.model)
+        return self.leave("done", None, test=self._test())
+
+    def _test(self) -> dict[str, Any] | None:
+        """The test split, read once, with the weights that validation chose."""
+        best = self.state.best
+        if best is not None and best["step"] != self.state.step:
+            weights, step = load_weights(self.home.path, "best")
+            if step != best["step"]:
+                raise CheckpointError(
+                    f"{self.home.path}: the best checkpoint is of step {step}, validation chose {best['step']}; run again in a new folder"
+                )
+            put_weights(self.model, weights, self.home.path, skip=self._left_out())
+        return self._measure("test")
 
     def _diverged(self, why: str) -> dict[str, Any]:
         """Divergence is a result: the last good weights are kept, the record says where it ended."""
         self._log({"kind": "event", "event": "diverged", "why": why})
         self.progress.say(f"diverged: {why}")
         self.checkpoints.wait()
-        if self.step_number:
+        if self.state.step and self.state.step != self.saved_at:
             self._save(wait=True)
-        self.known["frozen_digest"]["end"] = _digest(self.model)
+        self.known["frozen_digest"]["end"] = frozen_digest(self.model)
         return self.leave("diverged", why)
-
-    def _log(self, line: dict[str, Any]) -> None:
-        whole = {**line, "step": self.step_number, "tokens": self.tokens}
-        if self.world.first:
-            self.home.log(whole)
-            self.progress.track({f"{line['kind']}/{k}": v for k, v in line.items()}, self.step_number)
-        self.lines += 1
-        if self.on_event is not None:
-            self.on_event(whole)
-
-    # -- evaluation
-
-    def _evaluation_due(self) -> bool:
-        every, n = self.run.eval_every, self.step_number
-        if n == 0 or self.evaluated_at == n:
-            return False
-        return n == self.total or (every > 0 and n % every == 0)
-
-    def _evaluate(self) -> None:
-        began = time.perf_counter()
-        limit = self.run.eval_tokens if self.step_number < self.total else None
-        metrics = self._measure("validation", limit)
-        self.clock.evaluations.append(time.perf_counter() - began)
-        self.evaluated_at = self.step_number
-        self.validation = metrics
-        self._log({"kind": "eval", "split": "validation", **metrics})
-        loss = metrics["loss"]
-        self.curve.append([self.tokens, loss])
-        better = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best["metrics"]["loss"])
-        if better:
-            self.best = {"step": self.step_number, "metrics": metrics}
-            self.worse = 0
-        else:
-            self.worse += 1
-            if self.run.budget.patience and self.worse >= self.run.budget.patience:
-                self.stopped_early = True
-                self._log({"kind": "event", "event": "early stop", "best_step": (self.best or {}).get("step")})
-        if better or self.step_number == self.total or self.stopped_early or self._save_due():
-            self._save(best=better)
-
-    def _measure(self, split: str, limit: int | None = None) -> dict[str, Any]:
-        self.home.beat(step=self.step_number, total=self.total, state=f"evaluating {split}")
-        mixed = (
-            torch.autocast(self.device.type, dtype=self.step.dtype) if self.step.dtype is not None else nullcontext()
-        )
-        try:
-            with self.signals.interruptible(), mixed:
-                return dict(
-                    self.objective.evaluate(
-                        self.model, self.source, split, device=self.device, batch=self.run.budget.batch, limit=limit
-                    )
-                )
-        except StopAsked:
-            self.model.train()
-            raise self._preempted() from None
-
-    # -- saving
-
-    def _save_due(self) -> bool:
-        every = self.checkpoint_every or self.run.eval_every or max(1, self.total // 10)
-        return self.step_number % every == 0 and self.step_number != self.saved_step
-
-    def _save(self, *, best: bool = False, wait: bool = False) -> None:
-        """Snapshot on the host, then written behind the loop's back."""
-        self._look()
-        oelm.verify(self.model)
-        self.checkpoints.poll()
-        self.saved_step = self.step_number
-        if self.world.first:
-            self.checkpoints.save(
-                self.step_number, self._files(), self._state(), best=best, before=self.home.sync_metrics
-            )
-        if wait:
-            self.checkpoints.wait()
-
-    def _files(self) -> dict[str, dict[str, torch.Tensor]]:
-        extra = {
-            "rng|cpu": torch.get_rng_state(),
-            "clock|steps": torch.tensor(self.clock.steps, dtype=torch.float64),
-            "clock|tokens": torch.tensor(self.clock.step_tokens, dtype=torch.float64),
-            "clock|evaluations": torch.tensor(self.clock.evaluations, dtype=torch.float64),
-            **self.step.tensors(),
-        }
-        if self.device.type == "cuda":
-            extra["rng|cuda"] = torch.cuda.get_rng_state(self.device)
-        return {
-            "model": snapshot(self._weights()),
-            "optimizer": snapshot(self.optimizers.tensors()),
-            "extra": snapshot(extra),
-        }
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """Each stored tensor once, under its first name."""
-        found: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[name] = tensor.detach()
-        return found
-
-    def _state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _STATE} | {"seconds": self.clock.seconds}
-
-    def _preempted(self) -> Preempted:
-        """Save and leave, at a step boundary."""
-        self.checkpoints.wait()
-        if self.step_number and (self.step_number != self.saved_step or not self.checkpoints.known()):
-            self._save(wait=True)
-        return Preempted(f"{self.home.path}: stopped at step {self.step_number}")
-
-    # -- the end
-
-    def _finish(self) -> dict[str, Any]:
-        self.checkpoints.wait()
-        test = self._test()
-        self.known["frozen_digest"]["end"] = _digest(self.model)
-        return self.leave("done", None, test=test)
-
-    def _test(self) -> dict[str, Any] | None:
-        """The test split, read once, with the weights that validation chose."""
-        if self.best is not None and self.best["step"] != self.step_number:
-            weights, step = load_weights(self.home.path, "best")
-            if step == self.best["step"]:
-                self.model.load_state_dict(weights, strict=False)
-        try:
-            return self._measure("test")
-        except DataError:
-            return None  # a data set without a test split
 
     def leave(self, status: str, error: str | None, *, test: dict[str, Any] | None = None) -> dict[str, Any]:
         """Write the record; whatever happened, every field is there."""
+        state = self.state
         known = dict(self.known)
         if "data" in known:
-            known["data"] = known["data"] | {"tokens_seen": self.tokens, "examples_seen": self.examples}
-        known["metrics"] = {
-            "validation": self.validation,
-            "test": test,
-            "best": None if self.best is None else {"step": self.best["step"], **self.best["metrics"]},
+            known["data"] = known["data"] | {"tokens_seen": state.tokens, "examples_seen": state.examples}
+        result = record(
+            self.run,
+            run_id=self.name,
+            study=self.options.study,
+            row=self.options.row,
+            status=status,
+            error=error,
+            metrics={"validation": state.validation, "test": test, "best": state.best},
+            cost=cost(self.clock, self.device, state.step),
+            curve=state.curve,
+            **known,
+        )
+        peak = {
+            "peak_bytes": peak_bytes(self.device),
+            "mfu": self._mfu(self.clock.cost()[1]),
+            "ceiling_flops": self.ceiling,
         }
-        known["curve"] = self.curve
-        known["cost"] = {
-            "seconds": self.clock.seconds,
-            "train_seconds": float(sum(self.clock.steps)),
-            "step_seconds_median": self.clock.typical(),
-            "tokens_per_s": self.clock.tokens_per_s(),
-            "peak_bytes": _peak(self.device),
-            "energy_j": None,
-            "steps": self.step_number,
+        validation = state.validation or {}
+        best = {
+            "best_validation_loss": (state.best or {}).get("loss"),
+            "final_perplexity": validation.get("perplexity"),
         }
-        result = record(self.run, run_id=self.name, study=self.study, row=self.row, status=status, error=error, **known)
-        if self.world.first:
-            self.home.write("result.json", result)
+        self.home.write("timing_stats.json", {**self.clock.summary(), **peak, **best})
+        self.home.write("result.json", result)
         return result
 
-    def memory_message(self, error: BaseException) -> str:
-        return str(error)
+    def leave_quietly(self, status: str, error: str | None) -> None:
+        """The record of a run that did not end by itself; a full disk must not hide why."""
+        with contextlib.suppress(OelmError):
+            self.leave(status, error)
 
 
-# What state.json carries of a session; all plain data.
-_STATE = (
-    "step_number",
-    "tokens",
-    "examples",
-    "lines",
-    "evaluated_at",
-    "pending",
-    "recent",
-    "first_loss",
-    "curve",
-    "best",
-    "worse",
-    "stopped_early",
-    "validation",
-)
+class _Watched:
+    """A source whose evaluation batches keep the heartbeat going."""
 
+    def __init__(self, source: Any, beat: Callable[[], None]) -> None:
+        self._source, self._beat = source, beat
 
-class _Diverged(Exception):
-    """Where and how; never leaves this module."""
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
-
-def _precision(wanted: str, device: torch.device) -> str:
-    """What is computed in: float32 on the CPU, float16 with a scaler on GPUs without bfloat16."""
-    if device.type == "cpu":
-        return "fp32"
-    if wanted == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "fp16"
-    return wanted
-
-
-def _digest(model: torch.nn.Module) -> str | None:
-    """SHA-256 over the names and bytes of what does not train; None where everything does."""
-    digest = hashlib.sha256()
-    frozen = sorted((name, p) for name, p in model.named_parameters() if not p.requires_grad)
-    for name, parameter in frozen:
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest() if frozen else None
-
-
-def _logit_std(report: Any) -> float | None:
-    found = getattr(report, "logit_std", None)
-    return float(found) if isinstance(found, int | float) else None
-
-
-def _peak(device: torch.device) -> int:
-    """The most memory used so far: of the device, or of this process on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _frozen_words(params: Mapping[str, int]) -> str:
-    share = params["frozen"] / params["total"] if params["total"] else 0.0
-    return f"{share:.1%}" if share else ""
+    def eval_batches(self, *args: Any, **more: Any) -> Iterator[Any]:
+        for batch in self._source.eval_batches(*args, **more):
+            self._beat()
+            yield batch

@@ -101,16 +101,6 @@ class Optimizers:
         """Every parameter that trains now or will."""
         return [p for o in self.each for g in o.param_groups for p in g["params"]]
 
-    @property
-    def rates(self) -> list[float]:
-        """The highest rate of every parameter, in the order of `params`."""
-        return [
-            self.settings.lr * scale
-            for optimizer, scales in zip(self.each, self._scales, strict=True)
-            for group, scale in zip(optimizer.param_groups, scales, strict=True)
-            for _ in group["params"]
-        ]
-
     def set_rate(self, factor: float) -> None:
         """The schedule's factor times every group's own rate."""
         for optimizer, scales in zip(self.each, self._scales, strict=True):

@@ -32,14 +32,14 @@ class _TensorBoard:
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for key, value in numbers.items():
-            self._writer.add_scalar(key, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class _Tracker:

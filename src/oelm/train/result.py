@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from oelm import __version__
+from oelm.method.record import digest, record_of
+from oelm.train.clock import Clock
+from oelm.train.memory import peak_bytes
 from oelm.train.run import Run
 
 
@@ -62,28 +65,58 @@ def _run_git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def parameters(model: nn.Module, trainable: Iterable[int]) -> dict[str, int]:
+def parameters(model: nn.Module) -> dict[str, int]:
     """Counts; a parameter that will thaw counts as trainable."""
-    ids = set(trainable)
+    found = record_of(model)
+    thawing = found.thawing if found is not None else {}
     total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad or id(p) in ids)
+    trained = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad or name in thawing)
     return {"total": total, "trainable": trained, "frozen": total - trained}
 
 
+def frozen_digest(model: nn.Module) -> str | None:
+    """One hash over the names and present values of what the variant freezes for good; None where that is nothing."""
+    found = record_of(model)
+    names = sorted(found.frozen_for_good) if found is not None else []
+    if not names:
+        return None
+    there = dict(model.named_parameters())
+    text = "\n".join(f"{name} {digest(there[name])}" for name in names)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cost(clock: Clock, device: torch.device, steps: int) -> dict[str, Any]:
+    """What the run took; energy is not measured."""
+    median, tokens_per_s = clock.cost()
+    return {
+        "seconds": clock.seconds,
+        "train_seconds": float(sum(clock.steps)),
+        "step_seconds_median": median,
+        "tokens_per_s": tokens_per_s,
+        "peak_bytes": peak_bytes(device),
+        "energy_j": None,
+        "steps": steps,
+    }
+
+
 def record(
-    run: Run, *, run_id: str, study: str | None, row: str | None, status: str, error: str | None = None, **known: Any
+    run: Run,
+    *,
+    run_id: str,
+    study: str | None,
+    row: str | None,
+    status: str,
+    metrics: dict[str, Any],
+    cost: dict[str, Any],
+    curve: list[Any],
+    error: str | None = None,
+    params: dict[str, int] | None = None,
+    frozen_digest: dict[str, str | None] | None = None,
+    logit_std: float | None = None,
+    data: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """result.json: every field is there; what is not known is null."""
-    nothing: Mapping[str, Any] = {
-        "metrics": {"validation": None, "test": None, "best": None},
-        "params": None,
-        "frozen_digest": {"start": None, "end": None},
-        "logit_std": None,
-        "data": None,
-        "cost": None,
-        "environment": None,
-        "curve": [],
-    }
     return {
         "schema": SCHEMA,
         "run_id": run_id,
@@ -91,7 +124,13 @@ def record(
         "row": row,
         "status": status,
         "run": run.model_dump(mode="json"),
-        **nothing,
-        **known,
+        "metrics": metrics,
+        "params": params,
+        "frozen_digest": frozen_digest or {"start": None, "end": None},
+        "logit_std": logit_std,
+        "data": data,
+        "cost": cost,
+        "environment": environment,
         "error": error,
+        "curve": curve,
     }

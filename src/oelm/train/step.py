@@ -7,8 +7,6 @@ the host learns so at its next look. Everything the loop needs of a step is in S
 from __future__ import annotations
 
 import importlib.util
-import importlib.util
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -244,42 +242,3 @@ def make_step(model: nn.Module, objective: Any, optimizers: Optimizers, **how: A
 
         return CapturedStep(model, objective, optimizers, **how)
     return Step(model, objective, optimizers, **how)
-
-
-def make_step(
-    model: nn.Module,
-    objective: Any,
-    optimizers: Optimizers,
-    *,
-    device: torch.device,
-    precision: str,
-    accumulate: int,
-    clip: float,
-    world: World,
-) -> Step:
-    """The fastest step there is for this run on this device; OELM_STEP=plain asks for the plain one."""
-    fast = (
-        device.type == "cuda"
-        and precision == "bf16"
-        and accumulate == 1
-        and world.size == 1
-        and optimizers.settings.name == "adamw"
-        and os.environ.get("OELM_STEP", "") != "plain"
-        and importlib.util.find_spec("triton") is not None
-        and importlib.util.find_spec("oelm.train.capture") is not None
-    )
-    kind = Step
-    if fast:
-        from oelm.train.capture import CapturedStep
-
-        kind = CapturedStep
-    return kind(
-        model,
-        objective,
-        optimizers,
-        device=device,
-        precision=precision,
-        accumulate=accumulate,
-        clip=clip,
-        world=world,
-    )
