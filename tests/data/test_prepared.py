@@ -232,9 +232,8 @@ def test_any_flipped_byte_is_refused(classes: Prepared, tmp_path: Path) -> None:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         try:
             found = load(path)
-        except DataError as error:
+        except DataError:
             refused += 1
-            assert "\n" not in str(error)
         else:  # a byte of the archive that says nothing, such as a date
             assert {name: array.tobytes() for name, array in found.splits["train"].items()} == reference
     assert refused > 50

@@ -34,7 +34,9 @@ def check_sequence(tokens: list[int], targets: list[int], distance: list[int], p
 
 
 @settings(max_examples=25)
-@given(st.integers(1, 10), st.integers(0, 40), st.integers(0, 2**63 - 1), st.sampled_from(["train", "validation", "test"]))
+@given(
+    st.integers(1, 10), st.integers(0, 40), st.integers(0, 2**63 - 1), st.sampled_from(["train", "validation", "test"])
+)
 def test_sequences_are_what_the_task_says(pairs: int, more: int, seed: int, split: str) -> None:
     made = source(pairs=pairs, context=4 * pairs + more, symbols=2 * pairs + more % 5 + 4, seed=seed)
     batch = next(made.eval_batches(split, 16))
@@ -81,7 +83,7 @@ def test_score_by_pairs_and_distance() -> None:
     scored = made.score("validation", outputs, per_example=True)
     assert scored["by_pairs"] == {"2": 1.0, "4": 1.0, "8": 0.0}
     assert scored["examples"] == 2048
-    batches = list(made.eval_batches("validation", 2048))[0]
+    batches = next(iter(made.eval_batches("validation", 2048)))
     asked = batches["targets"] != -100
     right = asked & (batches["pairs"] != 8)[:, None]
     assert scored["accuracy"] == pytest.approx(right.sum() / asked.sum())

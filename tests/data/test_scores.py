@@ -89,8 +89,8 @@ def test_entity_scores_count_exact_spans(data: list[list[tuple[str, str]]]) -> N
 
 
 def test_entity_scores_by_hand() -> None:
-    truth = ["B-per I-per O B-loc".split(), "O B-loc".split()]
-    said = ["B-per I-per O B-per".split(), "B-loc B-loc".split()]
+    truth = [["B-per", "I-per", "O", "B-loc"], ["O", "B-loc"]]
+    said = [["B-per", "I-per", "O", "B-per"], ["B-loc", "B-loc"]]
     scores = entity_scores(truth, said)
     assert scores["precision"] == 2 / 4
     assert scores["recall"] == 2 / 3

@@ -259,7 +259,7 @@ def save(source: Prepared, path: Path, *, compressed: bool = False) -> Path:
 def load(path: Path, *, bucketing: bool = True) -> Prepared:
     """A prepared task from its file; a DataError when it is damaged, altered or another thing."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             if "meta" not in archive.files:
                 raise DataError(f"{path}: is not a prepared task of OELM; prepare it again")
             meta = json.loads(archive["meta"].tobytes())

@@ -217,7 +217,8 @@ def _find(spec: DataSpec, folder: Path | str | None, *, local: bool) -> Found | 
     """Where the set is; with `local`, None when no folder of this machine has it."""
     kind = _kind(spec)
     if spec.name != "local":
-        return sources.find_local(TASKS[spec.name], folder) if local else sources.find(TASKS[spec.name], folder)
+        found = sources.find_local(TASKS[spec.name], folder) if local else sources.find(TASKS[spec.name], folder)
+        return _as_from_the_hub(found) if isinstance(found, FilesFound) else found
     assert spec.path is not None
     roles = (*_ROLES[kind], *_MORE_ROLES[kind])
     for role in spec.columns:
@@ -225,6 +226,22 @@ def _find(spec: DataSpec, folder: Path | str | None, *, local: bool) -> Found | 
             raise ConfigError(f"data.columns: {role!r} is no column of a {kind} task; {nearest(role, roles)}")
     columns = {role: spec.columns.get(role, role) for role in roles if role in _ROLES[kind] or role in spec.columns}
     return sources.local_files(spec.path, columns, kind)
+
+
+def _as_from_the_hub(found: FilesFound) -> FilesFound:
+    """Files of the hub under the paths of another layout: read by the hub's columns where only these fit."""
+    hub = found.dataset.hub
+    if hub is None or "train" not in found.splits or hub.columns == found.layout.columns:
+        return found
+    theirs = replace(found, layout=replace(found.layout, columns=hub.columns, only={}, partial=False, note=""))
+    return theirs if not _has_rows(found) and _has_rows(theirs) else found
+
+
+def _has_rows(found: Found) -> bool:
+    try:
+        return next(iter(found.rows("train")), None) is not None
+    except DataError:
+        return False
 
 
 def _fingerprint(spec: DataSpec, found: Found, tokens: Tokens) -> str:
