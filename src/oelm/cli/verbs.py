@@ -11,7 +11,19 @@ import importlib
 import typer
 
 
-VERBS: tuple[str, ...] = ("doctor", "train", "plan", "run", "monitor", "status", "runs", "sample", "inspect", "data")
+VERBS: tuple[str, ...] = (
+    "demo",
+    "doctor",
+    "train",
+    "plan",
+    "run",
+    "monitor",
+    "status",
+    "runs",
+    "sample",
+    "inspect",
+    "data",
+)
 
 
 def register(app: typer.Typer) -> None:
