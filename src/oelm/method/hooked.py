@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from oelm.errors import MethodError
 from oelm.method.addons import Addons
 from oelm.method.projections import Site
+from oelm.method.split import Layout
 
 
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
@@ -99,7 +100,11 @@ class HookedAddons(Addons):
     def __init__(self, site: Site, kinds: Iterable[str], reading: Reading | None, **kind: Any) -> None:
         super().__init__(site.n_heads, site.n_kv_heads, site.head_dim, kinds, **kind)
         self.sizes = {"q": site.n_heads, "k": site.n_kv_heads}
-        self.layer_index = getattr(site.module, "layer_idx", None)
+        index = getattr(site.module, "layer_idx", None)
+        self.layer_index = index if isinstance(index, int) else site.layer
+        layout = site.parts["q"].layout
+        self.spans = {role: _span(layout, role) for role in ("q", "k")} if layout is not None else {}
+        self.groups = layout.groups if layout is not None else 1
         self.reading = reading
         self.inside = False  # of the attention's forward: a norm of heads may be called by others too
         self.cache: Any = None
@@ -108,40 +113,41 @@ class HookedAddons(Addons):
     def hook(self, site: Site) -> None:
         """Register on the attention module and on what gives its queries and keys."""
         site.module.register_forward_pre_hook(self.before, with_kwargs=True)
+        targets = {"q": _target(site, "q"), "k": _target(site, "k")}
         if self.head_gain is not None or self.channel_gain is not None:
-            _target(site, "q").register_forward_hook(self.on_query)
+            targets["q"].register_forward_hook(self.on_query)
         if self.shift is not None:
-            _target(site, "k").register_forward_hook(self.on_key)
+            targets["k"].register_forward_hook(self.on_key)
         site.module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def on_query(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not self.inside:
-            return output
-        if output.dim() == 4 and _heads_first(args[0], output, self.sizes["q"]):
-            return self.query(output.transpose(1, 2)).transpose(1, 2)
-        if output.dim() == 4:
-            return self.query(output)
-        return self.query(output.unflatten(-1, (self.sizes["q"], self.head_dim))).flatten(-2)
+        return self._on("q", self.query, args, output) if self.inside else output
 
     def on_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not self.inside:
-            return output
-        heads = self.sizes["k"]
-        turned = output.dim() == 4 and _heads_first(args[0], output, heads)
-        if output.dim() == 3:
-            keys = output.unflatten(-1, (heads, self.head_dim))
-        elif output.dim() == 4:
-            keys = output.transpose(1, 2) if turned else output
-        else:
-            raise MethodError("shift-keys: tokens without a batch dimension (unpadded) do not say what a key follows")
+        return self._on("k", self._mixed, args, output) if self.inside else output
+
+    def _on(self, role: str, act: Callable[[Tensor], Tensor], args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Act on (B, T, heads, head_dim), whatever shape the family has it in."""
+        heads = self.sizes[role]
+        if output.dim() == 4:  # from a norm of heads
+            if _heads_first(args[0], output, heads):
+                return act(output.transpose(1, 2)).transpose(1, 2)
+            return act(output)
+        if output.dim() != 3:
+            raise MethodError("add-ons: tokens without a batch dimension (unpadded) do not say what a key follows")
+        if output.shape[-1] == heads * self.head_dim:
+            return act(output.unflatten(-1, (heads, self.head_dim))).flatten(-2)
+        start, end = self.spans[role]  # still fused with the other roles
+        units = output.unflatten(-1, (self.groups, -1, self.head_dim))
+        own = act(units[..., start:end, :].flatten(-3, -2)).unflatten(-2, (self.groups, end - start))
+        return torch.cat((units[..., :start, :], own, units[..., end:, :]), dim=-2).flatten(-3)
+
+    def _mixed(self, keys: Tensor) -> Tensor:
         assert self.reading is not None
         previous = self._previous(keys)
         if self.cache is not None:
             self.last = keys[:, -1:]
-        mixed = self.key(keys, first=self.reading.current(), previous=previous)
-        if output.dim() == 3:
-            return mixed.flatten(-2)
-        return mixed.transpose(1, 2) if turned else mixed
+        return self.key(keys, first=self.reading.current(), previous=previous)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the attention: remember its cache."""
@@ -151,7 +157,7 @@ class HookedAddons(Addons):
         cache = next((value for value in (*kwargs.values(), *args) if _is_cache(value)), None)
         self.cache = getattr(cache, "self_attention_cache", cache)
         self.last = None
-        if self.cache is not None and (getattr(self.cache, "is_compileable", False) or self.layer_index is None):
+        if self.cache is not None and getattr(self.cache, "is_compileable", False):
             raise MethodError(
                 f"shift-keys: a {type(self.cache).__name__} has no place for the last key; use the default dynamic cache"
             )
@@ -220,6 +226,16 @@ def _remembering(kind: Any) -> Any:
 
     Remembering.__name__ = Remembering.__qualname__ = kind.__name__
     return Remembering
+
+
+def _span(layout: Layout, role: str) -> tuple[int, int]:
+    """Where a role's heads stand within a group of a fused output."""
+    start = 0
+    for name, count in layout.per_group.items():
+        if name == role:
+            return start, start + count
+        start += count
+    raise KeyError(role)
 
 
 def _is_cache(value: Any) -> bool:
