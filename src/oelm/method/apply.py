@@ -325,9 +325,7 @@ def _split(model: nn.Module, site: Site, undo: Undo) -> None:
     """Whole parameters for q, k and v where the family fuses them."""
     if isinstance(site.module, nn.MultiheadAttention):
         if not isinstance(site.module, SplitMultiheadAttention):
-            module = site.module
-            before = SplitMultiheadAttention.convert(module)
-            undo.append(lambda: SplitMultiheadAttention.revert(module, before))  # type: ignore[arg-type]
+            undo.append(SplitMultiheadAttention.convert(site.module))
         return
     for part in site.parts.values():
         if part.layout is None or isinstance(_module(model, part.holder), SplitProjection):

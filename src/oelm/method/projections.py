@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -290,9 +290,8 @@ def _site(
     if "o" in paths:
         output = modules[paths["o"]]
         parts["o"] = Part("o", paths["o"], output, transposed=is_transposed(output))
-    block = _block(name, family.nested)
     cross = bool(CROSS.search(name)) or getattr(module, "is_cross_attention", None) is True
-    return Site(family, "", 0, cross, name, module, block, n_heads, n_kv, head_dim, parts)
+    return Site(family, "", 0, cross, name, module, "", n_heads, n_kv, head_dim, parts)
 
 
 def _require_matrix(module: nn.Module, path: str) -> None:
@@ -428,30 +427,46 @@ def _torch_parts(name: str, module: nn.MultiheadAttention) -> dict[str, Part]:
     return {r: Part(r, name, module, "in_proj_weight", "in_proj_bias", layout=layout) for r in ROLES}
 
 
-def _block(name: str, nested: bool) -> str:
-    """The path of the repeated block that this attention module belongs to."""
-    parts = name.split(".")
-    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
-    if nested and len(numbered) > 1:
-        numbered.pop()
-    return ".".join(parts[: numbered[-1] + 1]) if numbered else name.rpartition(".")[0]
+def _blocks(sites: list[Site]) -> list[str]:
+    """For every site the path of the repeated block around it: up to the last number that differs between layers.
+
+    In `3.0.attn` of nested lists the blocks are numbered by the 3; where nothing differs, by the last number.
+    """
+    values: dict[tuple[str, int], set[str]] = {}
+    names = [site.name.split(".") for site in sites]
+    for parts in names:
+        for i, part in enumerate(parts):
+            if part.isdigit():
+                values.setdefault((_template(parts), i), set()).add(part)
+    found = []
+    for site, parts in zip(sites, names, strict=True):
+        numbered = [i for i, part in enumerate(parts) if part.isdigit()]
+        if site.family.nested and len(numbered) > 1:
+            numbered.pop()
+        differing = [i for i in numbered if len(values[_template(parts), i]) > 1]
+        last = (differing or numbered or [len(parts) - 2])[-1]
+        found.append(".".join(parts[: last + 1]))
+    return found
+
+
+def _template(parts: list[str]) -> str:
+    return ".".join("*" if part.isdigit() else part for part in parts)
 
 
 def _numbered(sites: list[Site]) -> list[Site]:
-    """Give every site its stack's label and its number within the stack."""
-    prefix_of = {site.name: site.block.rpartition(".")[0] for site in sites}
-    prefixes = sorted(set(prefix_of.values()))
+    """Give every site its block, its stack's label and its number within the stack."""
+    blocks = _blocks(sites)
+    prefixes = sorted({block.rpartition(".")[0] for block in blocks})
     short = {prefix: _label(prefix) for prefix in prefixes}
     if len(set(short.values())) < len(prefixes):
         short = {prefix: prefix or "main" for prefix in prefixes}
     found = []
     count: dict[str, int] = {}
-    for site in sites:
-        stack = short[prefix_of[site.name]] + (".cross" if site.cross else "")
+    for site, block in zip(sites, blocks, strict=True):
+        stack = short[block.rpartition(".")[0]] + (".cross" if site.cross else "")
         layer = count.get(stack, 0)
         count[stack] = layer + 1
-        values = {f: getattr(site, f) for f in site.__dataclass_fields__} | {"stack": stack, "layer": layer}
-        found.append(Site(**values))
+        found.append(replace(site, block=block, stack=stack, layer=layer))
     return found
 
 

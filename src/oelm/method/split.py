@@ -185,58 +185,75 @@ def _split_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
 class SplitMultiheadAttention(nn.MultiheadAttention):
     """torch's attention with whole parameters for q, k and v, made from one in place.
 
-    It takes the path for separate projections that torch itself has; torch's fused inference kernels, which read
-    one stacked matrix, see that and stand aside.
+    Where gradients flow it takes the path for separate projections that torch itself has, so a frozen one costs none.
+    Where none do, torch's fused inference kernels (of this module, of nn.TransformerEncoderLayer, and the nested
+    tensors of nn.TransformerEncoder) may read the stacked matrix, which is then made from the parts.
     """
 
-    in_proj_weight: Any
-    out_proj: Any
+    _was_fused: bool
+
+    @property
+    def in_proj_weight(self) -> Tensor | None:  # type: ignore[override]
+        return self._stacked("weight") if self._was_fused else None
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
-        parts = [self._parameters.get(f"{role}_proj_bias") for role in ROLES]
-        return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
+        return self._stacked("bias")
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:  # type: ignore[override]
+        """What torch asks to choose between one stacked matrix and three."""
+        if not self._was_fused:
+            return False
+        return not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
+
+    def _stacked(self, name: str) -> Tensor | None:
+        parts = [self._parameters.get(f"{role}_proj_{name}") for role in ROLES]
+        found = [part for part in parts if part is not None]
+        return torch.cat(found) if found else None  # type: ignore[arg-type]
 
     @classmethod
-    def convert(cls, module: nn.MultiheadAttention) -> dict[str, Any]:
-        """Make `module` one of this class; returns what `revert` needs."""
-        before = {
-            "class": type(module),
-            "parameters": dict(module._parameters),
-            "same": module._qkv_same_embed_dim,
-            "hooks": (module._state_dict_hooks.copy(), module._load_state_dict_pre_hooks.copy()),
-        }
-        weight, bias = module.in_proj_weight, module.in_proj_bias
-        width = module.embed_dim
-        fresh: dict[str, nn.Parameter | None] = {}
-        for i, role in enumerate(ROLES):
-            rows = slice(i * width, (i + 1) * width)
-            if weight is not None:
-                fresh[f"{role}_proj_weight"] = _own(weight[rows], weight.requires_grad)
-            if bias is not None:
-                fresh[f"{role}_proj_bias"] = _own(bias[rows], bias.requires_grad)
-        module._parameters.pop("in_proj_bias", None)
-        module._parameters["in_proj_weight"] = None
+    def convert(cls, module: nn.MultiheadAttention) -> Callable[[], None]:
+        """Make `module` one of this class; the result undoes it."""
+        parameters, attributes = dict(module._parameters), dict(module.__dict__)
+        hooks = module._state_dict_hooks.copy(), module._load_state_dict_pre_hooks.copy()
+        fresh: dict[str, nn.Parameter] = {}
+        for name in ("weight", "bias"):
+            stacked = module._parameters.pop(f"in_proj_{name}", None)
+            if stacked is not None:
+                for role, part in zip(ROLES, stacked.chunk(3), strict=True):
+                    fresh[f"{role}_proj_{name}"] = _own(part, stacked.requires_grad)
         module._parameters.update(fresh)
-        module.__dict__["_was_fused"] = weight is not None
-        module._qkv_same_embed_dim = False
+        del module.__dict__["_qkv_same_embed_dim"]
+        module.__dict__["_was_fused"] = "q_proj_weight" in fresh
         module.__class__ = cls
         exchange_keys(module, _fuse_attention_keys, _split_attention_keys)
-        return before
+
+        def undo() -> None:
+            module.__class__ = nn.MultiheadAttention
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._state_dict_hooks, module._load_state_dict_pre_hooks = hooks
+
+        return undo
 
     def rebuild(self) -> None:
         """Make it torch's own class again, with the present values."""
-        parts = [self._parameters.pop(f"{role}_proj_bias", None) for role in ROLES]
-        bias = [part for part in parts if part is not None]
-        weights = [self._parameters[f"{role}_proj_weight"] for role in ROLES]
-        trains = any(p is not None and p.requires_grad for p in (*bias, *weights))
-        fused = self._was_fused
+        trains = any(p.requires_grad for name, p in self.named_parameters() if name.startswith(("q_", "k_", "v_")))
+        weight, bias, fused = self.in_proj_weight, self.in_proj_bias, self._was_fused
+        for name in ("weight", "bias"):
+            for role in ROLES:
+                if name == "bias" or fused:
+                    self._parameters[f"{role}_proj_{name}"] = None
+        for role in ROLES:
+            self._parameters.pop(f"{role}_proj_bias", None)
+        del self.__dict__["_was_fused"]
         self.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
-        self._parameters["in_proj_bias"] = _own(torch.cat([*bias]), trains) if bias else None
-        if fused:
-            self._parameters["in_proj_weight"] = _own(torch.cat([w for w in weights if w is not None]), trains)
-            self._parameters.update({f"{role}_proj_weight": None for role in ROLES})
-            self._qkv_same_embed_dim = True
+        self.__dict__["_qkv_same_embed_dim"] = fused
+        self._parameters["in_proj_weight"] = None if weight is None else _own(weight, trains)
+        self._parameters["in_proj_bias"] = None if bias is None else _own(bias, trains)
         for hooks, ours in (
             (self._state_dict_hooks, _fuse_attention_keys),
             (self._load_state_dict_pre_hooks, _split_attention_keys),
@@ -244,21 +261,11 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
             for key, hook in list(hooks.items()):
                 if getattr(hook, "hook", hook) is ours:
                     del hooks[key]
-        del self.__dict__["_was_fused"]
-
-    def revert(self, before: Mapping[str, Any]) -> None:
-        """Undo `convert`."""
-        self.__class__ = before["class"]
-        self._parameters.clear()
-        self._parameters.update(before["parameters"])
-        self._qkv_same_embed_dim = before["same"]
-        self._state_dict_hooks, self._load_state_dict_pre_hooks = before["hooks"]
-        del self.__dict__["_was_fused"]
 
 
 def _fuse_attention_keys(module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
     for name in ("weight", "bias"):
-        if name == "weight" and not module._was_fused:
+        if name == "weight" and not module.__dict__["_was_fused"]:
             continue
         parts = [state.pop(f"{prefix}{role}_proj_{name}", None) for role in ROLES]
         if parts[0] is not None:

@@ -221,7 +221,9 @@ def parse_layers(layers: object) -> None:
                 f"variant.layers: {_shown(layers)} is not all, none, first:n, last:n, every:n, except-first:n, except-last:n or a list of layer numbers"
             )
         return
-    if not isinstance(layers, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
+    if not isinstance(layers, tuple) or not all(
+        isinstance(i, int) and not isinstance(i, bool) and abs(i) < 10**6 for i in layers
+    ):
         raise ConfigError(f"variant.layers: expected a selection or a list of whole numbers, got {_shown(layers)}")
     if len(set(layers)) != len(layers):
         raise ConfigError(f"variant.layers: {_shown(list(layers))} names one layer twice")
@@ -291,7 +293,9 @@ NAMED: dict[str, tuple[str, Variant]] = {
 def named(name: str) -> Variant:
     """The variant of that name, or an error that says the nearest one."""
     if not isinstance(name, str) or name not in NAMED:
-        raise ConfigError(f"variant {_shown(name)} is unknown; {nearest(name if isinstance(name, str) else _shown(name), NAMED)}")
+        raise ConfigError(
+            f"variant {_shown(name)} is unknown; {nearest(name if isinstance(name, str) else _shown(name), NAMED)}"
+        )
     return NAMED[name][1]
 
 
