@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oelm.evidence.labels import budget_of, stratum_of
+from oelm.evidence.labels import budget_of, count, stratum_of
 from oelm.evidence.narrative import gap_line
 from oelm.evidence.results import Row, Table
 from oelm.evidence.statistics import COMPARED, Comparison
@@ -144,6 +144,7 @@ def learning_curves(results: Table, stratum: str) -> Figure | None:
             axis.plot(tokens, values.mean(0), label=f"{arm} (n = {len(curves)})", color=look[0], ls=look[2])
             axis.fill_between(tokens, values.min(0), values.max(0), color=look[0], alpha=0.18, lw=0)
         axis.set_xlabel("tokens")
+        axis.xaxis.set_major_formatter(lambda value, _: count(value))
         axis.set_ylabel("validation loss (nats)")
         _legend(axis)
 
@@ -174,7 +175,7 @@ def gap_over_tokens(comparisons: Sequence[Comparison]) -> Figure | None:
                 if c.estimate and c.estimate.t_interval:
                     axis.plot([c.tokens, c.tokens], [scale(v) for v in c.estimate.t_interval], color=look[0], lw=1)
         axis.axhline(0, color=INK, lw=0.8)
-        axis.set_xscale("log")
+        _log_axis(axis, {c.tokens or 0.0 for line in lines.values() for c in line}, count)
         axis.set_xlabel("tokens seen")
         axis.set_ylabel(_unit(next(iter(lines.values()))[0]))
         _legend(axis)
@@ -217,7 +218,7 @@ def gap_over_scale(results: Table, comparisons: Sequence[Comparison]) -> Figure 
                 label=f"{arm} − {against}",
             )
         axis.axhline(0, color=INK, lw=0.8)
-        axis.set_xscale("log")
+        _log_axis(axis, {float(sizes[c.stratum]) for line in lines.values() for c in line}, count)
         axis.set_xlabel("parameters")
         axis.set_ylabel(_unit(next(iter(lines.values()))[0]))
         _legend(axis)
@@ -255,7 +256,7 @@ def rate_curves(study: Study, results: Table, stratum: str) -> Figure | None:
             axis.plot([r["lr"] for r in finished], [r[column] for r in finished], ".", color=look[0], alpha=0.5)
             lost = [row["lr"] for row in members if row["status"] == "diverged"]
             axis.plot(lost, np.full(len(lost), 0.98), "x", color=look[0], transform=axis.get_xaxis_transform())
-        axis.set_xscale("log")
+        _log_axis(axis, {row["lr"] for row in rows}, lambda rate: f"{rate:g}")
         axis.set_xlabel("learning rate")
         axis.set_ylabel(column.replace(".", " "))
         _legend(axis)
@@ -302,7 +303,7 @@ def stability_map(study: Study, results: Table, stratum: str) -> Figure | None:
                         color="#ffffff",
                         path_effects=_outline(),
                     )
-            image = axis.imshow(cells, aspect="auto", cmap="cividis", vmin=low, vmax=max(high, low + 1e-9))
+            image = _mesh(axis, cells, low, high)
             axis.set_title(arm, fontsize=10)
             axis.grid(visible=False)
             axis.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates], rotation=90, fontsize=8)
@@ -343,6 +344,8 @@ def quality_against_cost(study: Study, results: Table, stratum: str) -> Figure |
         return None
 
     def draw(canvas: Canvas) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         grid = canvas.subplots(1, len(costs), squeeze=False, sharey=True)[0]
         for axis, (key, label) in zip(grid, costs, strict=True):
             points = []
@@ -358,6 +361,8 @@ def quality_against_cost(study: Study, results: Table, stratum: str) -> Figure |
             front = _front(points, higher=column.split(".")[1] in HIGHER_IS_BETTER)
             axis.plot([p[0] for p in front], [p[1] for p in front], color=INK, lw=0.8, drawstyle="steps-post")
             axis.set_xlabel(label)
+            axis.xaxis.set_major_formatter(lambda value, _: count(value))
+            axis.xaxis.set_major_locator(MaxNLocator(4))
         grid[0].set_ylabel(column.replace(".", " "))
         _legend(grid[-1])
 
@@ -379,7 +384,7 @@ def head_grids(name: str, title: str, caption: str, arms: Mapping[str, Any]) -> 
     def draw(canvas: Canvas) -> None:
         axes = canvas.subplots(1, len(grids), squeeze=False)[0]
         for axis, (arm, values) in zip(axes, grids.items(), strict=True):
-            image = axis.imshow(values, aspect="auto", cmap="cividis", vmin=low, vmax=max(high, low + 1e-9))
+            image = _mesh(axis, values, low, high)
             axis.grid(visible=False)
             axis.set_title(arm, fontsize=10)
             axis.set_xlabel("head")
@@ -449,6 +454,23 @@ def _inline(svg: str, name: str) -> str:
     return re.sub(r"url\(#", f"url(#{prefix}-", svg)
 
 
+def _mesh(axis: Axes, cells: Any, low: float, high: float) -> Any:
+    """Cells as vectors in twelve colours: no raster, whose bytes would depend on the compressor."""
+    import matplotlib as mpl
+
+    rows, columns = np.shape(cells)
+    mesh = axis.pcolormesh(
+        np.arange(columns + 1) - 0.5,
+        np.arange(rows + 1) - 0.5,
+        np.ma.masked_invalid(cells),
+        cmap=mpl.colormaps["cividis"].resampled(12),
+        vmin=low,
+        vmax=max(high, low + 1e-9),
+    )
+    axis.invert_yaxis()
+    return mesh
+
+
 def _outline() -> list[Any]:
     from matplotlib import patheffects
 
@@ -458,7 +480,7 @@ def _outline() -> list[Any]:
 def _looks(groups: Mapping[Any, Any]) -> list[tuple[tuple[str, str, str], Any]]:
     """Colour, marker and dash for each group, the same for the same place in the order."""
     return [
-        ((COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], DASHES[(i // len(COLOURS)) % len(DASHES)]), item)
+        ((COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], DASHES[i % len(DASHES)]), item)
         for i, item in enumerate(groups.items())
     ]
 
@@ -475,6 +497,17 @@ def _legend(axis: Axes) -> None:
     unique = dict(zip(labels, handles, strict=True))
     if unique:
         axis.legend(unique.values(), unique.keys(), loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8.5)
+
+
+def _log_axis(axis: Axes, places: set[float], said: Callable[[float], str]) -> None:
+    """A logarithmic axis with ticks where the points are, in plain text."""
+    axis.set_xscale("log")
+    ticks: list[float] = []
+    for place in sorted(places):
+        if not ticks or place > ticks[-1] * 1.25:
+            ticks.append(place)
+    axis.set_xticks(ticks, [said(tick) for tick in ticks])
+    axis.minorticks_off()
 
 
 def _strata(results: Table) -> list[str]:

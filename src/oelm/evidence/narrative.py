@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from oelm.evidence.paired import Interval
 from oelm.evidence.results import Row, Table
-from oelm.evidence.statistics import BETTER, NOT_WORSE, REFUSED, UNDECIDED, WORSE, Comparison
+from oelm.evidence.statistics import BETTER, NOT_WORSE, REFUSED, UNDECIDED, VERDICTS, WORSE, Comparison
 from oelm.study.rows import Study
 
 
@@ -85,7 +85,7 @@ def _first(primary: Sequence[Comparison]) -> str:
 
 def _family(primary: Sequence[Comparison]) -> str:
     counts = Counter(c.verdict for c in primary)
-    words = [f"{counts[name]} {name}" for name in (BETTER, NOT_WORSE, WORSE, UNDECIDED, REFUSED) if counts[name]]
+    words = [f"{counts[name]} {name}" for name in VERDICTS if counts[name]]
     if not words:
         return "The study declares no family of comparisons."
     many = "comparison" if len(primary) == 1 else "comparisons"

@@ -6,6 +6,7 @@ variance) is None, never a guess.
 
 from __future__ import annotations
 
+import bisect
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,18 +132,25 @@ def seeds_needed(
     mean: float, sd: float, *, n: int, alpha: float, margin: float | None, lower_is_better: bool
 ) -> int | None:
     """How many more pairs would probably (80 %) give a verdict if the differences go on as they are; None: > 1,000."""
-    power_of = _statsmodels("power").TTestPower().power
-    sizes = np.arange(n + 1, MOST_SEEDS + 1)
-    reachable = 2.0 / 2.0 ** np.minimum(sizes, 60) <= alpha
-    power = power_of(abs(mean) / sd, sizes, alpha, alternative="two-sided")
-    decided = (np.nan_to_num(power, nan=1.0) >= POWER) & reachable
+    reachable = bisect.bisect_left(range(64), True, key=lambda pairs: smallest_p(pairs) <= alpha)
+    routes = [max(_pairs_for(abs(mean) / sd, n, alpha, "two-sided"), reachable)]
     if margin is not None:
         room = margin - mean if lower_is_better else margin + mean
-        if room > 0:
-            power = power_of(room / sd, sizes, alpha, alternative="larger")
-            decided |= np.nan_to_num(power, nan=1.0) >= POWER
-    found = np.flatnonzero(decided)
-    return int(sizes[found[0]] - n) if found.size else None
+        routes.append(_pairs_for(room / sd, n, alpha, "larger") if room > 0 else MOST_SEEDS + 1)
+    pairs = min(routes)
+    return pairs - n if pairs <= MOST_SEEDS else None
+
+
+def _pairs_for(effect: float, n: int, alpha: float, alternative: str) -> int:
+    """The first number of pairs above n with enough power (which grows with it); MOST_SEEDS + 1: none."""
+    power_of = _statsmodels("power").TTestPower().power
+    sizes = range(n + 1, MOST_SEEDS + 1)
+
+    def enough(pairs: int) -> bool:
+        power = float(power_of(effect, pairs, alpha, alternative=alternative))
+        return power >= POWER or not np.isfinite(power)  # NaN: an effect too large for the non-central t
+
+    return n + 1 + bisect.bisect_left(sizes, True, key=enough)
 
 
 def examples_interval(correct: Any, reference: Any, *, level: float) -> Interval | None:

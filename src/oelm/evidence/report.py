@@ -38,13 +38,18 @@ def render(
     allow_mixed: bool = False,
 ) -> list[Path]:
     """Write the study's report in the asked formats; the paths written."""
-    for name in formats:
-        if name not in FORMATS:
-            raise ConfigError(f"--format {name}: is not one of {', '.join(FORMATS)}; {nearest(name, FORMATS)}")
+    check_formats(formats)
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     view = view_of(study, results, allow_mixed=allow_mixed)
     return write_formats(view, folder, study.name, formats, page="report")
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Refuse an unknown format before anything is rendered."""
+    for name in formats:
+        if name not in FORMATS:
+            raise ConfigError(f"--format {name}: is not one of {', '.join(FORMATS)}; {nearest(name, FORMATS)}")
 
 
 def write_formats(view: View, folder: Path, stem: str, formats: Sequence[str], *, page: str) -> list[Path]:
@@ -53,7 +58,7 @@ def write_formats(view: View, folder: Path, stem: str, formats: Sequence[str], *
     for name in ("html", "md", "tex"):
         if name in formats or (name == "html" and "pdf" in formats):
             path = folder / f"{stem}.{name}"
-            replace_text(path, _text(view, f"{page}.{name}.j2"))
+            replace_text(path, template_text(view, f"{page}.{name}.j2"))
             written.append(path)
     if "figures" in formats:
         written += _save_figures(view, folder / f"{stem}-figures")
@@ -274,7 +279,8 @@ def _save_figures(view: View, folder: Path) -> list[Path]:
 # ---- templates
 
 
-def _text(view: View, template: str) -> str:
+def template_text(view: View, template: str) -> str:
+    """One template filled with one view; the template's own suffix says what is escaped."""
     kind = template.removesuffix(".j2").rsplit(".", 1)[1]
     text = _environment_for(kind).get_template(template).render(**view)
     return text if text.endswith("\n") else text + "\n"
@@ -287,7 +293,7 @@ def _environment_for(kind: str) -> Environment:
     options: dict[str, Any] = {"loader": PackageLoader("oelm.evidence"), "undefined": StrictUndefined}
     if kind == "html":
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, **options)
-        script = (Path(__file__).parent / "templates" / "sort.js").read_text(encoding="utf-8")
+        script = (Path(__file__).parent / "templates" / "page.js").read_text(encoding="utf-8")
         environment.globals["script"] = script
         environment.globals["script_hash"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         return environment

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oelm.errors import DataError
+from oelm.errors import DataError, MachineError
 from oelm.evidence.labels import model_label, variant_label
 from oelm.study.rows import Planned, Study, chosen_rates, expand
 from oelm.train.run import Run
@@ -76,19 +76,22 @@ def collect(study: Study, runs_root: Path | str, overrides: Mapping[str, Any] | 
 
 
 def table(study: str, rows: Iterable[Row], curves: Mapping[str, Curve] | None = None) -> Table:
-    """A table in its fixed order."""
-    ordered = sorted(rows, key=_order)
+    """A table in its fixed order, its texts free of control characters."""
+    ordered = sorted(({key: _visible(value) for key, value in row.items()} for row in rows), key=_order)
     return Table(study=study, rows=tuple(ordered), curves=dict(sorted((curves or {}).items())))
 
 
 def write(results: Table, folder: Path | str) -> Path:
     """Write the CSV, its curves and their digests, each replaced whole; the same table gives the same bytes."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     texts = {f"{results.study}.csv": _to_csv(results), f"{results.study}.curves.csv": _curves_to_csv(results)}
     digests = "".join(f"{_sha256(text.encode())}  {name}\n" for name, text in texts.items())
-    for name, text in (*texts.items(), (f"{results.study}.sha256", digests)):
-        replace_text(folder / name, text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (*texts.items(), (f"{results.study}.sha256", digests)):
+            replace_text(folder / name, text)
+    except OSError as error:
+        raise MachineError(f"{folder}: results cannot be written there ({error.strerror or error}); check it") from None
     return folder / f"{results.study}.csv"
 
 
@@ -253,6 +256,11 @@ def _curve(record: Mapping[str, Any]) -> Curve:
     ]
 
 
+def _visible(value: Any) -> Any:
+    """Text on one line: control characters, bidi marks and lone surrogates as their escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value) if isinstance(value, str) else value
+
+
 def _order(row: Row) -> tuple[Any, ...]:
     return (
         str(row.get("at")),
@@ -288,7 +296,8 @@ def _cell_text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, int | float):
-        return repr(int(value)) if float(value).is_integer() and abs(value) < 2**53 else repr(value)
+        whole = isinstance(value, int) or (value.is_integer() and abs(value) < 2**53)
+        return str(int(value)) if whole else repr(value)
     text = str(value)
     return "'" + text if text.startswith(_FORMULA) else text
 
@@ -299,10 +308,13 @@ def _cell_value(column: str | None, text: str | None) -> Any:
     if column in TEXT:
         return text[1:] if text.startswith("'") else text
     try:
-        value = float(text)
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
     except ValueError:
         raise DataError(f"results: column {column!r} holds {text[:40]!r}, which is no number") from None
-    return int(value) if value.is_integer() and "e" not in text and "." not in text else value
 
 
 def _read(path: Path) -> bytes:

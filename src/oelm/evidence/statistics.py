@@ -23,6 +23,7 @@ LEVEL = 0.95
 ALPHA = 0.05
 FEWEST_PAIRS = 3
 BETTER, WORSE, NOT_WORSE, UNDECIDED, REFUSED = "better", "worse", "no worse than the margin", "undecided", "refused"
+VERDICTS = (BETTER, NOT_WORSE, WORSE, UNDECIDED, REFUSED)
 UNTRUE_DATA = ("demo", "synthetic")
 COMPARED = ("compare", "original")
 
@@ -43,6 +44,7 @@ class Comparison:
     arm: str
     against: str
     stratum: str
+    data: str
     budget: str
     tokens: float | None
     primary: bool  # the largest budget of its stratum: a member of the corrected family
@@ -189,6 +191,7 @@ def _compare(study: Study, contrast: Contrast, rows: list[Row], *, primary: bool
         arm=contrast.arm,
         against=contrast.against,
         stratum=stratum_of(rows[0]),
+        data=str(rows[0]["data"]),
         budget=budget_of(rows[0])[1],
         tokens=_largest(row.get("tokens_seen") for row in both),
         primary=primary,

@@ -19,3 +19,4 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((fold) => (fold.open = true)));
