@@ -179,6 +179,7 @@ def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
     assert all(torch.equal(one[name], value) for name, value in GPT(TINY, seed=3).state_dict().items())
     other = GPT(TINY, seed=4).state_dict()
     assert not torch.equal(one["embed.weight"], other["embed.weight"])
+    assert not torch.equal(one["blocks.0.attn.q.weight"], one["blocks.0.attn.k.weight"])
     # what two shapes have in common is the same in both
     deeper = GPT(TINY.changed(layers=4, kv_heads=2), seed=3).state_dict()
     assert torch.equal(deeper["blocks.1.mlp.up.weight"], one["blocks.1.mlp.up.weight"])
