@@ -46,6 +46,9 @@ def _maybe(fault: str, folder: Path, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "memory-beside" and not once.exists():
+        once.touch()
+        raise errors.OutOfMemory(f"{folder}: out of memory")
     if fault == "data":
         raise errors.DataError("data 'openwebtext' is not here; put it in ./data/openwebtext")
     if fault == "disk":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oelm.errors import ConfigError, nearest
-from oelm.study.claim import Claim, holder
+from oelm.study.claim import Claim, holder, process_start
 
 
 SCHEMA = 1  # of result.json
@@ -55,8 +56,7 @@ def look(folder: Path) -> Look:
         return Look(folder, status, record, age, claim)
     if problem:
         return Look(folder, "foreign", None, age, claim, problem)
-    active = claim is not None and claim.alive
-    if active or (age is not None and age < QUIET and not _ended_after_heartbeat(folder, record)):
+    if (claim is not None and claim.alive) or _trainer_there(folder, record, age):
         since = min(age, claim.held_for) if age is not None and claim else age
         quiet = since is not None and since > QUIET
         return Look(folder, "stalled" if quiet else "running", record, age, claim)
@@ -65,18 +65,24 @@ def look(folder: Path) -> Look:
     return Look(folder, "partial" if _has_begun(folder) else "queued", record, age, claim)
 
 
-def _ended_after_heartbeat(folder: Path, record: dict[str, Any] | None) -> bool:
-    """A result written after the last heartbeat: the run is over, however fresh the heartbeat is."""
-    if record is None:
+def _trainer_there(folder: Path, record: dict[str, Any] | None, age: float | None) -> bool:
+    """Whether a trainer has the folder: by its process on this machine, by its heartbeat on another."""
+    if age is None or (record is not None and _mtime(folder / "result.json") >= _mtime(folder / "heartbeat") - 1.0):
         return False
-    return _mtime(folder / "result.json", 0.0) >= _mtime(folder / "heartbeat", 0.0) - 1.0
+    try:
+        _, pid, _, host = (folder / "lock").read_text().split()  # "pid 123 on here", as the trainer writes it
+    except (OSError, ValueError):
+        return age < QUIET
+    if host == socket.gethostname() and pid.isdigit():
+        return age < QUIET * 10 and bool(process_start(int(pid)))
+    return age < QUIET
 
 
 def _has_begun(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("metrics.jsonl", "latest", "checkpoints", "training.log"))
 
 
-def _mtime(path: Path, default: float) -> float:
+def _mtime(path: Path, default: float = 0.0) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

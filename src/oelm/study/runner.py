@@ -97,6 +97,8 @@ class Worker:
         self.held: claim.Held | None = None
         self.started = 0.0
         self.buffer = b""
+        self.gone = False  # its answers have ended
+        self.retired = False  # it takes no further run
         read, write = os.pipe()
         argv = [sys.executable, "-m", "oelm.study.worker"]
         argv += ["--answers", str(write), "--parent", str(os.getpid()), "--trainer", options.trainer]
@@ -136,20 +138,19 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    gone = False
-
     def close(self) -> int:
         """Wait for the end; the exit status (negative: a signal)."""
         with contextlib.suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
-        with contextlib.suppress(OSError):
-            os.close(self.answers)
         try:
-            return self.process.wait(timeout=STOP_SECONDS)
+            status = self.process.wait(timeout=STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return self.process.wait()
+            status = self.process.wait()
+        with contextlib.suppress(OSError):
+            os.close(self.answers)
+        return status
 
 
 class Runner:
@@ -296,7 +297,8 @@ class Runner:
         }
         if self.options.nproc > 1:
             task["nproc"] = self.options.nproc
-        worker = next((w for w in self.workers if w.device == device and not w.run and w.process.poll() is None), None)
+        idle = (w for w in self.workers if w.device == device and not w.run and not w.retired)
+        worker = next((w for w in idle if w.process.poll() is None), None)
         if worker is None:
             try:
                 worker = self._new_worker(device)
@@ -343,6 +345,7 @@ class Runner:
             return
         seconds = time.monotonic() - worker.started
         worker.run = worker.held = None
+        worker.retired = code not in (0, 7)  # it ends after trouble: no run may start in its remains
         if self.stopping:
             held.release()
             return

@@ -109,7 +109,8 @@ def _serve(answers: int, trainer: str) -> int:
         answer = train_on_many(task, trainer) if task.get("nproc", 1) > 1 else train_one(task, trainer)
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(answers, (json.dumps(answer) + "\n").encode())
+        with contextlib.suppress(BrokenPipeError):  # the runner is gone; the record is in the folder
+            os.write(answers, (json.dumps(answer) + "\n").encode())
         if answer["code"] not in (0, 7):
             return 0
     return 0
