@@ -22,6 +22,7 @@ VERBS: tuple[str, ...] = (
     "runs",
     "sample",
     "inspect",
+    "bench",
     "data",
 )
 

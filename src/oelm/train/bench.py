@@ -292,3 +292,22 @@ def bench(
         "floor_ms": floor * 1e3 if floor else None,
         "timings": [t.to_dict() for t in timings],
     }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The arms as lines: time, ratio to the first arm, tokens, memory, share of the floor."""
+    floor = found["floor_ms"]
+    lines = [
+        f"{found['preset']}, {found['batch']} sequences a step, dropout {found['dropout']:g}, {found['device']}, torch {found['torch']}",
+        f"floor {floor:.3f} ms: the step's products at {found['ceilings']['product_flops'] / 1e12:,.1f} TFLOP/s, "
+        f"a large product's rate here; a large copy moves {found['ceilings']['copy_bytes'] / 1e12:.2f} TB/s",
+        f"{'arm':18s} {'ms/step':>9s} {'ratio':>6s} {'tokens/s':>12s} {'GiB':>6s} {'floor/time':>10s}",
+    ]
+    first = found["timings"][0]["ms"]
+    for one in found["timings"]:
+        memory = "" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
+        lines.append(
+            f"{one['arm']:18s} {one['ms']:9.3f} {one['ms'] / first:6.2f} {one['tokens_per_s']:12,.0f} "
+            f"{memory:>6s} {one['of_floor']:10.0%}"
+        )
+    return "\n".join(lines)
