@@ -1,0 +1,164 @@
+"""Counts against closed forms and against models that were really built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from zoo import CASES
+
+import oelm
+from oelm.cli.inspect import empty_model
+from oelm.errors import MethodError
+from oelm.models.gpt import GPT
+from oelm.models.shapes import Shape
+
+
+TINY = Shape(width=32, layers=2, heads=4, hidden=64, vocab=50, context=16, dropout=0.0)
+
+
+def test_gpt_512() -> None:
+    found = oelm.account(empty_model("gpt-512"), variant="oelm-freeze")
+    assert (found.parameters.total, found.parameters.frozen) == (44_896_768, 3_145_728)
+    assert f"{100 * found.parameters.frozen_share:.2f}" == "7.01"
+    assert found.bytes.checkpoint_full - found.bytes.checkpoint_compact == 12_582_912
+    assert found.bytes.training_checkpoint == 12 * 41_751_040 + 4 * 3_145_728
+    assert found.flops is not None
+    assert found.flops.length == 512
+    assert f"{100 * found.flops.saved_share:.1f}" == "2.2"
+    assert f"{100 * found.flops.saved_share_causal:.1f}" == "2.3"
+    # by hand: products of 2abc; 12 d^2 a layer, the head, and attention's two products
+    matrices, d, n, layers = 6 * 12 * 512**2 + 512 * 50257, 512, 512, 6
+    forward = 2 * n * matrices + layers * 4 * n * n * d
+    assert found.flops.forward == forward
+    assert found.flops.all_trained == 3 * forward
+    assert found.flops.saved == 2 * n * 3_145_728
+    assert found.flops.attention == 3 * layers * 4 * n * n * d
+
+
+@pytest.mark.parametrize(("length", "share"), [(128, "5.4"), (512, "5.0")])
+def test_bert_base(length: int, share: str) -> None:
+    found = oelm.account(empty_model("bert-base"), variant="oelm-freeze", length=length)
+    p = found.parameters
+    assert (p.total, p.trainable, p.frozen) == (109_484_547, 95_310_339, 14_174_208)
+    assert found.flops is not None
+    assert f"{100 * found.flops.saved_share:.1f}" == share
+    assert found.flops.saved_share_causal is None
+    assert f"length {length}" in str(found)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "t5", "llama", "albert"])
+@pytest.mark.parametrize("variant", ["oelm-freeze", "qk-ffn", "progressive", "baseline"])
+def test_what_a_variant_would_do_is_what_it_does(name: str, variant: str) -> None:
+    model = CASES[name].build()
+    before = [(n, p.requires_grad, p.data_ptr()) for n, p in model.named_parameters()]
+    planned = oelm.account(model, variant=variant, length=8).to_dict()
+    assert [(n, p.requires_grad, p.data_ptr()) for n, p in model.named_parameters()] == before
+    oelm.apply(model, variant)
+    done = oelm.account(model, length=8).to_dict()
+    assert done == planned
+    assert done["parameters"]["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert done["parameters"]["total"] == sum(p.numel() for p in model.parameters())
+
+
+def test_flops_are_those_of_the_real_pass() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = GPT(TINY)
+    oelm.apply(model, "oelm-freeze")
+    counter = FlopCounterMode(display=False)
+    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model.logits(model(torch.randint(50, (3, 16)))).sum().backward()
+    found = oelm.account(model, length=16, batch=3).flops
+    assert found is not None
+    assert found.total == counter.get_total_flops()
+
+
+def test_addons_ties_and_slices_are_counted() -> None:
+    tied = oelm.account(GPT(TINY), variant="tied-shift")
+    assert tied.parameters.frozen == 2 * 32 * 32
+    assert tied.parameters.addons == 2 * (4 + 32)
+    slices = oelm.account(GPT(TINY), variant="slices-shift")
+    assert slices.parameters.total == sum(p.numel() for p in GPT(TINY).parameters()) - 4 * 32 * 32 + 2 * 64
+    assert slices.flops is not None
+    assert slices.flops.saved == 3 * 2 * 16 * 4 * 32 * 32  # forward too
+
+
+def test_thawing_is_told_apart() -> None:
+    found = oelm.account(GPT(TINY), variant="progressive")
+    assert found.parameters.thawing == found.parameters.frozen == 4 * 32 * 32
+    assert "until the thaw" in str(found)
+
+
+def test_a_table_warns_of_claims_above_the_ceiling() -> None:
+    found = oelm.account(GPT(TINY), variant="oelm-freeze")
+    assert "fault of measurement" in str(found)
+    data = found.to_dict()
+    assert data["ceilings"]["largest"] == max(v for k, v in data["ceilings"].items() if k != "largest")
+    assert "fault" not in str(oelm.account(GPT(TINY), variant="baseline"))
+
+
+def test_inputs_that_cannot_be_guessed_can_be_given() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    with pytest.raises(MethodError, match="give inputs="):
+        oelm.account(model, variant="oelm-freeze")
+    make = lambda batch, length: {"src": torch.empty(batch, length, 32, device="meta")}  # noqa: E731
+    found = oelm.account(model, variant="oelm-freeze", length=8, inputs=make)
+    assert found.parameters.frozen == 2 * 2 * (32 * 32 + 32)
+    assert found.flops is not None
+    assert found.flops.saved == 2 * 8 * 4 * 32 * 32
+
+
+def test_a_pass_that_needs_values_leaves_the_rest_standing() -> None:
+    class Choosy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = GPT(TINY)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.inner(inputs) if inputs.sum().item() >= 0 else inputs
+
+    make = lambda batch, length: {"inputs": torch.zeros(batch, length, dtype=torch.long, device="meta")}  # noqa: E731
+    found = oelm.account(Choosy(), variant="oelm-freeze", length=8, inputs=make)
+    assert found.flops is None
+    assert found.parameters.frozen == 4 * 32 * 32
+    assert any("FLOPs not counted" in note for note in found.notes)
+    assert found.to_dict()["ceilings"]["flops"] is None
+
+
+@pytest.mark.parametrize("wrong", [{"length": 0}, {"length": 1.5}, {"batch": 0}, {"batch": True}])
+def test_impossible_sizes_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(MethodError, match="whole number"):
+        oelm.account(GPT(TINY), variant="oelm-freeze", **wrong)
+
+
+def test_a_converted_model_takes_no_second_variant() -> None:
+    model = GPT(TINY)
+    oelm.apply(model, "oelm-freeze")
+    with pytest.raises(MethodError, match="converted already"):
+        oelm.account(model, variant="baseline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bart-base", "gpt-512-classifier", "gpt2-small", "minilm", "t5-small"])
+def test_presets_are_counted(name: str) -> None:
+    found = oelm.account(empty_model(name), variant="oelm-freeze", length=64)
+    assert found.flops is not None
+    assert 0 < found.flops.saved_share < 0.1
+    assert 0 < found.parameters.frozen_share < 0.5
+
+
+def test_the_ceiling_of_time_is_measured() -> None:
+    from oelm.method.account import step_ceiling
+
+    model = GPT(TINY)
+    oelm.apply(model, "oelm-freeze")
+    x = torch.randint(50, (4, 16))
+
+    def step() -> None:
+        model.logits(model(x)).sum().backward()
+
+    found = step_ceiling(model, step, tokens=64)
+    assert 0 < found["share"] < 1
+    assert found["weight_gradient_seconds"] < found["step_seconds"]
