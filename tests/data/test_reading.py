@@ -107,6 +107,11 @@ def test_pieces_are_the_document(text: str, limit: int) -> None:
     assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
 
 
+def test_escaped_characters_are_text(tmp_path: Path) -> None:
+    path = _written(tmp_path / "x.jsonl", b'{"text": "a \\ud83d\\ude00 b"}')
+    assert _text(path) == "a 😀 b"
+
+
 ROWS = [{"text": "one, two", "label": 1}, {"text": 'a "quoted"\nline', "label": 0}]
 
 
@@ -139,6 +144,7 @@ def test_tables_of_all_kinds_say_the_same(tmp_path: Path) -> None:
         ("x.jsonl", b'{"txt": "a"}\n', "line 1: has no column 'text' (wanted as text); did you mean 'txt'?"),
         ("x.jsonl", b'{"text": "a\xff"}\n', "line 1: byte 11 is not UTF-8"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\0"}', "line 2: holds NUL"),
+        ("x.jsonl", b'{"text": "a \\ud83d b"}', "line 1: holds half of a surrogate pair"),
         ("x.jsonl", b"[" * 100_000, "line 1: is not JSON"),
         ("x.csv", b"text,label\n", "holds no rows"),
         ("x.csv", b"txt,label\na,1\n", "line 1: has no column 'text'"),

@@ -255,13 +255,13 @@ def test_a_continued_preparation_reads_no_shard_twice(
     with pytest.raises(_Killed):
         prepared(wanted, report=stop)
     encoded: list[int] = []
-    real = type(wanted.tokens).encode_batch
+    real = type(wanted.tokens).arrays
 
     def counted(self: object, rows: list[str]) -> object:
         encoded.append(sum(map(len, rows)))
         return real(self, rows)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(wanted.tokens), "encode_batch", counted)
+    monkeypatch.setattr(type(wanted.tokens), "arrays", counted)
     prepared(wanted)
     assert sum(encoded) < sum(map(len, STORIES)) - 6000
 

@@ -84,9 +84,11 @@ def test_tokens_of_pieces_are_the_tokens_of_the_document(text: str, limit: int) 
 
 
 def test_encode_batch_is_encode() -> None:
-    made = tokens.load_tokens("demo-bpe")
     texts = [row["text"][:500] for row in DemoFound().rows("train")]
-    assert made.encode_batch(texts) == [made.encode(text) for text in texts]
+    for made in (tokens.load_tokens("demo-bpe"), tokens.load_tokens("bytes")):
+        wanted = [made.encode(text) for text in texts]
+        assert made.encode_batch(texts) == wanted
+        assert [row.tolist() for row in made.arrays(texts)] == wanted
 
 
 def test_the_hash_sees_ids_and_not_layout(tmp_path: Path) -> None:

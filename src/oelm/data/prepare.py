@@ -130,7 +130,7 @@ class _Writer:
         """Whether a document has still to be encoded."""
         return document >= self.document and not self.full
 
-    def add(self, document: int, piece: Piece, ids: list[int], words: int) -> None:
+    def add(self, document: int, piece: Piece, ids: npt.NDArray[Any], words: int) -> None:
         """One piece of a document, in order."""
         if self.full:
             return
@@ -139,16 +139,16 @@ class _Writer:
         self.words += words
         self.bytes += len(piece.text.encode("utf-8", "surrogatepass"))
         self.characters += len(piece.text)
-        row = np.asarray(ids, dtype=np.int64)
+        row = ids.astype(self.dtype)
         if piece.starts and (self.separated or self.documents == 1):
-            row = np.concatenate(([self.eos], row))
+            row = np.concatenate((np.asarray([self.eos], dtype=self.dtype), row))
         self._emitted += len(row)
         dropped = min(self._skip, len(row))
         self._skip -= dropped
         row = row[dropped:]
         if self.limit is not None:
             row = row[: self.limit - self.tokens]
-        self._held.append(row.astype(self.dtype))
+        self._held.append(row)
         self._held_tokens += len(row)
         while self._held_tokens >= self.shard_tokens:
             self._flush(self.shard_tokens)
@@ -297,13 +297,13 @@ def _saved_states(folder: Path) -> dict[str, Any]:
 
 
 def carved_shares(found: Found) -> dict[str, float]:
-    """Which splits have to be taken from train, and how much of it."""
-    table = found.dataset.carve or ({"validation": carving.SMALL_SHARE, "test": carving.SMALL_SHARE})
-    missing = [split for split in ("validation", "test") if split not in found.splits]
-    whole = found.describe()["status"] == "real" and found.place != "local"
+    """Which splits have to be taken from train, and how much of it: more of a sample than of a whole set."""
+    part = found.place == "local" or found.describe()["status"] == "partial"
+    shares = {split: found.dataset.carve.get(split, carving.SMALL_SHARE) for split in ("validation", "test")}
     return {
-        split: table.get(split, carving.SMALL_SHARE) if whole else max(table.get(split, 0.0), carving.SMALL_SHARE)
-        for split in missing
+        split: max(share, carving.SMALL_SHARE) if part else share
+        for split, share in shares.items()
+        if split not in found.splits
     }
 
 
@@ -311,7 +311,7 @@ def _units(wanted: Wanted, split: str, carved: Mapping[str, float]) -> tuple[Ite
     found = wanted.found
     if split != "train" or not carved:
         return corpora.documents(found, split), carving.everything(split)
-    if found.place in ("hub", "cache") or (found.describe()["status"] == "real" and found.place != "local"):
+    if not isinstance(found, FilesFound) or _is_whole(found):
         return corpora.documents(found, split), carving.by_share(carved, wanted.seed)
     cut_up = sum(piece.starts for piece in corpora.documents(found, split)) < FEW_DOCUMENTS
 
@@ -319,8 +319,12 @@ def _units(wanted: Wanted, split: str, carved: Mapping[str, float]) -> tuple[Ite
         whole = corpora.documents(found, split)
         return carving.blocks(whole) if cut_up else whole
 
-    where = str(found.files["train"][0]) if isinstance(found, FilesFound) else wanted.name
-    return units(), carving.by_rank(carved, wanted.seed, units(), where)
+    return units(), carving.by_rank(carved, wanted.seed, units(), str(found.files["train"][0]))
+
+
+def _is_whole(found: FilesFound) -> bool:
+    """Known to be all of a large set, so that a fixed share of it is not empty."""
+    return found.place != "local" and found.describe()["status"] == "real" and found.counts()["train"] is not None
 
 
 def _encode(
@@ -338,7 +342,7 @@ def _encode(
 
     def encode() -> None:
         shards = sum(len(w.shards) for w in writers.values())
-        rows = wanted.tokens.encode_batch([piece.text for _, _, piece in waiting])
+        rows = wanted.tokens.arrays([piece.text for _, _, piece in waiting])
         for (target, number, piece), ids in zip(waiting, rows, strict=True):
             words = len(piece.text.split()) + (piece.text.count("\n") if in_lines else 0)
             target.add(number, piece, ids, words)

@@ -260,6 +260,10 @@ def _jsonl_rows(path: Path, columns: Mapping[str, str], optional: frozenset[str]
             continue
         try:
             row = json.loads(line)
+            if "\\ud" in line.lower():
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{path}: line {number}: holds half of a surrogate pair; it is no text") from None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: line {number}: is not JSON ({error}); one object a line is expected") from None
         if not isinstance(row, dict):

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from oelm.data import sources
 from oelm.errors import DataError, nearest
 from oelm.values import digest
@@ -34,7 +37,7 @@ class Tokens:
     """A tokenizer and what a batch has to know of it."""
 
     name: str
-    backend: Any  # a tokenizers.Tokenizer; D2's readers use its offsets
+    backend: Any  # a tokenizers.Tokenizer, for who needs offsets
     hash: str
     vocab_size: int
     eos_id: int  # parts documents
@@ -50,6 +53,13 @@ class Tokens:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, on all cores."""
         return [item.ids for item in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def arrays(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """The same as arrays, for stores."""
+        if self.name == "bytes":  # its ids are the bytes; a tokenizer would take a thousand times as long to say so
+            return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(item.ids, dtype=np.uint32) for item in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; special tokens are left out."""
