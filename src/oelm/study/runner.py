@@ -88,6 +88,20 @@ def _words(one: Planned) -> set[str]:
     return {one.row, one.arm, one.cell, *(value for value in one.at.values() if isinstance(value, str))}
 
 
+def task_of(one: Planned, study: str, folder: Path, device: str, options: Options) -> dict[str, Any]:
+    """What a worker is told of a run."""
+    return {
+        "id": one.id,
+        "row": one.row,
+        "study": study,
+        "folder": str(folder / one.id),
+        "run": one.run.model_dump(mode="json", exclude_none=True),
+        "device": device,
+        "data_folder": str(options.data_folder) if options.data_folder else None,
+        "nproc": options.nproc,
+    }
+
+
 class Worker:
     """A child process of one slot of a device, and the run it has."""
 
@@ -286,17 +300,7 @@ class Runner:
         )
 
     def _start(self, one: Planned, held: claim.Held, device: str) -> None:
-        task: dict[str, Any] = {
-            "id": one.id,
-            "row": one.row,
-            "study": self.study.name,
-            "folder": str(self.folder / one.id),
-            "run": one.run.model_dump(mode="json", exclude_none=True),
-            "device": "cpu" if device == "cpu" else "cuda",
-            "data_folder": str(self.options.data_folder) if self.options.data_folder else None,
-        }
-        if self.options.nproc > 1:
-            task["nproc"] = self.options.nproc
+        task = task_of(one, self.study.name, self.folder, "cpu" if device == "cpu" else "cuda", self.options)
         idle = (w for w in self.workers if w.device == device and not w.run and not w.retired)
         worker = next((w for w in idle if w.process.poll() is None), None)
         if worker is None:
