@@ -185,6 +185,12 @@ def test_windows_cover_the_context_and_the_answer_reads_back(
     assert texts_of(arrays, "answers", range(1)) == list(question.answers)
 
 
+def test_neighbours_of_an_answer_are_not_in_it(byte_tokens: Tokens) -> None:
+    question = Question("k", "g", "a (cat) b", "?", ("cat",), (3,))
+    arrays = qa_arrays([question], byte_tokens, 100, train=True)
+    assert bytes(row(arrays, 0)[arrays["start"][0] : arrays["end"][0] + 1]) == b"cat"
+
+
 def test_short_answers_are_whole_in_some_window(bert: Tokens) -> None:
     for word in range(0, 150, 7):
         question = long_question(150, word)

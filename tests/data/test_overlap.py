@@ -67,6 +67,6 @@ def test_shares_must_leave_something(wrong: dict[str, float]) -> None:
 
 
 def test_duplicates_by_hand() -> None:
-    found = duplicates({"train": ["One.", "one", "two", "two"], "test": ["ONE", "two", "three"]})
-    assert found["within"] == {"train": {"exact": 1, "normalised": 2}, "test": {"exact": 0, "normalised": 0}}
-    assert found["between"] == {"train & test": {"exact": 1, "normalised": 2}}
+    found = duplicates({"train": ["One.", "one", "two", "two"], "test": ["ONE", "two", "two", "three"]})
+    assert found["within"] == {"train": {"exact": 1, "normalised": 2}, "test": {"exact": 1, "normalised": 1}}
+    assert found["between"] == {"train & test": {"exact": 2, "normalised": 3}}  # rows of test that train has

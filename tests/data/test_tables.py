@@ -22,7 +22,9 @@ def test_a_label_is_a_number_or_a_name(value: Any) -> None:
 @pytest.mark.parametrize("value", [2, -1, "2", "neutral", None, 0.5, float("nan"), float("inf"), "", "9" * 5000, [1]])
 def test_unknown_labels_name_row_and_what_is_allowed(value: Any) -> None:
     rows = [{"text": "a", "label": 0}, {"text": "b", "label": value}]
-    with pytest.raises(DataError, match=r"^reviews\.csv, row 2: label .* is not known; allowed: 0 to 1 or a name") as error:
+    with pytest.raises(
+        DataError, match=r"^reviews\.csv, row 2: label .* is not known; allowed: 0 to 1 or a name"
+    ) as error:
         labelled(rows, SENTIMENT, WHERE)
     assert len(str(error.value)) < 300
     assert "\n" not in str(error.value)
@@ -134,6 +136,7 @@ def test_answers_in_every_form(answers: Any) -> None:
     [
         ({"answers": ["dog"]}, "row 1: the answer 'dog' is not in its context"),
         ({"answers": ["cat"], "starts": [5]}, "row 1: the answer 'cat' is not in its context at 5"),
+        ({"answers": ["mat"], "starts": [-4]}, "row 1: the answer 'mat' is not in its context at -4"),
         ({"answers": ["cat"], "starts": [4, 5]}, "row 1: 2 answer starts for 1 answers"),
         ({"answers": []}, "row 1: answers are \\[\\]"),
         ({"answers": [""]}, "row 1: an answer is empty"),

@@ -250,6 +250,8 @@ def test_rows_without_a_gold_label_are_left_out_and_said(tmp_path: Path, alone: 
     source = opened(DataSpec(name="snli", tokenizer="bytes", context=64), folder=tmp_path)
     assert source.train_size == 60
     assert "20 rows of train" in source.provenance["note"]
+    leaky = opened(DataSpec(name="snli", tokenizer="bytes", context=64, selection="test"), folder=tmp_path)
+    assert set(leaky.splits) == {"train", "test"}
     write(tmp_path / "mnli" / "train.parquet", rows)
     write(tmp_path / "mnli" / "test.parquet", rows)
     with pytest.raises(DataError, match=r"train\.parquet, row 1: label -1 is not known"):
@@ -384,6 +386,8 @@ def test_labels_of_test_that_train_has_not_are_refused(tmp_path: Path) -> None:
     [
         ({"columns": {"txt": "a"}}, "data.columns: 'txt' is no column of a classify task; did you mean 'text'"),
         ({"task": "recall"}, "data.task = 'recall' is no task with labels"),
+        ({"tokens": 1000}, "data.tokens: local is read in examples; use examples"),
+        ({"packing": "documents"}, "data.packing: local is read in examples"),
         ({"path": "/nowhere/at/all.csv"}, "/nowhere/at/all.csv: no such file"),
     ],
 )

@@ -250,6 +250,7 @@ TASKS: dict[str, DataSet] = {
                         "title": "title",
                         "ambiguous": "ambiguous_start",
                     },
+                    partial=True,
                     note="read back from the explorer pages; training questions whose answer occurs more than once in "
                     "its context are left out, as the true place is not known",
                 ),

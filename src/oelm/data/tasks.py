@@ -61,11 +61,15 @@ class _Rows:
         return _Rows(items, keys, texts)
 
 
-def open_task(spec: DataSpec, *, folder: Path | str | None = None, progress: Progress | None = None) -> TaskSource:
+def open_task(
+    spec: DataSpec, *, folder: Path | str | None = None, progress: Progress | None = None, wait: bool = True
+) -> TaskSource:
     """The source of a task: out of the file that keeps it, or prepared now and kept.
 
     Without the text on this machine (and without a folder named) a kept file of the same settings is used as it is.
+    `wait` for another process that prepares the same task, else BusyError.
     """
+    _check(spec)
     if spec.name == "recall":
         return RecallSource(spec)
     kept = _kept(spec)
@@ -84,13 +88,14 @@ def open_task(spec: DataSpec, *, folder: Path | str | None = None, progress: Pro
     if source is not None:
         return source
     base = stores_folders()[0]
-    with saving(base), held(base, task_file(spec), wait=True):
+    with saving(base), held(base, task_file(spec), wait=wait):
         source = _kept_source(spec, fingerprint)  # another process may have made it while this one waited
         return source if source is not None else _prepared(spec, found, tokens, progress)
 
 
 def prepare_task(spec: DataSpec, *, folder: Path | str | None = None, progress: Progress | None = None) -> TaskSource:
     """The source, made from the text now whatever is kept; what is kept is replaced."""
+    _check(spec)
     if spec.name == "recall":
         return RecallSource(spec)
     found = _find(spec, folder, local=False)
@@ -184,6 +189,14 @@ def _described(source: Prepared, arrays: Arrays) -> dict[str, Any]:
 def _truncated(arrays: Arrays) -> dict[str, int]:
     """Examples that were cut, and by how many tokens (tagging: words; questions: tokens of the question) in all."""
     return {"examples": int(np.count_nonzero(arrays["cut"])), "tokens": int(arrays["cut"].sum(dtype=np.int64))}
+
+
+def _check(spec: DataSpec) -> None:
+    """Settings that belong to language modelling are refused, not passed over."""
+    if spec.tokens is not None:
+        raise ConfigError(f"data.tokens: {spec.name} is read in examples; use examples")
+    if spec.packing != "windows":
+        raise ConfigError(f"data.packing: {spec.name} is read in examples, which are not packed; leave packing out")
 
 
 def _kind(spec: DataSpec) -> Literal["classify", "tag", "qa"]:
@@ -393,9 +406,8 @@ def _provenance(
     told = found.describe()
     official = {name: count for name, count in found.dataset.official.items() if name != "validation" or name in counts}
     layout = found.layout if isinstance(found, FilesFound) else None
-    guessed = _kind(spec) == "qa" and any(part.left_out for part in rows.values())  # answers of unknown place
     status, off = sources.judged(
-        replace(found.dataset, official=official), counts, partial=guessed or (layout is not None and layout.partial)
+        replace(found.dataset, official=official), counts, partial=layout is not None and layout.partial
     )
     hub = found.dataset.hub
     from_hub = layout is None and hub is not None
