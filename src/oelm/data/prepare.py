@@ -43,7 +43,7 @@ from oelm.errors import DataError
 from oelm.values import digest
 
 
-BATCH_CHARACTERS = 4 << 20  # handed to the tokenizer at once
+BATCH_CHARACTERS = 8 << 20  # handed to the tokenizer at once
 FEW_DOCUMENTS = 20  # fewer are cut into blocks before they are shared out among splits
 STATE = "progress.json"
 
