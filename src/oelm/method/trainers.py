@@ -7,6 +7,7 @@ Neither library is imported before one of these functions is called.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def lightning_callback(total_steps: int | None = None) -> Any:
             verify(pl_module)
             record = record_of(pl_module)
             assert record is not None
-            checkpoint["oelm"] = record.to_dict()
+            checkpoint["oelm"] = json.dumps(record.to_dict())  # text: loads with weights_only=True
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             verify(pl_module)
