@@ -54,6 +54,17 @@ def made(kind, variant: str, clip: float = 1.0, lr: float = 1e-3) -> Step:
     )
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+def test_vocabulary_nats_equal_their_definition_for_any_spread(spread):
+    torch.manual_seed(1)
+    hidden = torch.randn(200, 128, device="cuda", dtype=torch.bfloat16)
+    weight = (spread * torch.randn(50257, 128, device="cuda")).to(torch.bfloat16)
+    targets = torch.randint(0, 50257, (200,), device="cuda")
+    ours = vocabulary_loss(hidden.requires_grad_(), weight, targets)
+    exact = plain_vocabulary_loss(hidden.double(), weight.double(), targets)
+    assert abs(ours.item() / exact.item() - 1) < 2e-3
+
+
 def test_vocabulary_loss_equals_its_definition():
     torch.manual_seed(0)
     hidden = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
 """The vocabulary loss as one kernel between three matrix products, for CUDA devices with Triton.
 
-The logits are made once, in half precision and padded to a width the tensor cores like; one kernel replaces them by
+The logits are made once, in bfloat16 (whose range the kernel needs) and padded to a width the tensor cores like; one kernel replaces them by
 softmax minus one-hot in place. No float32 copy of them ever exists. Equal to `plain_vocabulary_loss` within the
 rounding of the logits. Owns the kernel and its autograd; refuses to choose: `oelm.models.vocabulary` does.
 """
@@ -16,12 +16,11 @@ from torch import Tensor
 
 
 LANES = 64  # logits' rows start on this many elements: unaligned rows cost the products a factor of seven on an H200
-HALF = (torch.bfloat16, torch.float16)
 
 
 def usable(hidden: Tensor, dtype: torch.dtype) -> bool:
     """Whether the fused form can take these features, computed in this precision."""
-    return hidden.is_cuda and dtype in HALF and importlib.util.find_spec("triton") is not None
+    return hidden.is_cuda and dtype == torch.bfloat16 and importlib.util.find_spec("triton") is not None
 
 
 def padded_rows(vocab: int) -> int:
@@ -97,6 +96,6 @@ _slope.register_autograd(_grads, setup_context=_keep)
 
 
 def fused_vocabulary_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The sum of nats over rows of hidden (rows, width) against weight (vocab, width); both in one half precision."""
+    """The sum of nats over rows of hidden (rows, width) against weight (vocab, width); both bfloat16."""
     nats, _ = _slope(hidden, weight, targets)
     return nats.sum()  # type: ignore[no-any-return]

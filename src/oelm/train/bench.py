@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def _median(call: Callable[[], Any], times: int, device: torch.device) -> float:
     found = []
     if device.type == "cuda":
         torch.cuda.synchronize()
-        events = [(torch.cuda.Event(True), torch.cuda.Event(True)) for _ in range(times)]
+        events = [(torch.cuda.Event(True), torch.cuda.Event(True)) for _ in range(times)]  # type: ignore[no-untyped-call]
         for start, end in events:
             start.record()
             call()
@@ -101,7 +101,7 @@ def _median(call: Callable[[], Any], times: int, device: torch.device) -> float:
             begun = time.perf_counter()
             call()
             found.append(time.perf_counter() - begun)
-    return statistics.median(found)
+    return float(statistics.median(found))
 
 
 def step_flops(shape: Shape, batch: int) -> float:
@@ -171,7 +171,8 @@ class _Loop(nn.Module):
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.drop(self.embed(inputs) + self.position.weight[: inputs.shape[1]])
-        for norm1, qkv, out, norm2, up, down in self.parts:  # type: ignore[misc,has-type]
+        for part in self.parts:
+            norm1, qkv, out, norm2, up, down = cast(nn.ModuleList, part)
             q, k, v = qkv(norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
             seen = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0

@@ -82,7 +82,7 @@ class _Stage:
     def send(self, static: Mapping[str, Tensor]) -> None:
         for name, tensor in self.host.items():
             static[name].copy_(tensor, non_blocking=True)
-        self.read = torch.cuda.Event()
+        self.read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.read.record()
 
 
@@ -177,7 +177,7 @@ class CapturedStep(Step):
                 sizes = [p.shape[0] for p in params]
                 stacked = torch.zeros(sum(sizes), params[0].shape[1], dtype=torch.bfloat16, device=self.device)
                 self._stacked[module] = stacked
-                self._work.update(zip(params, stacked.split(sizes), strict=True))
+                self._work.update(zip(params, torch.split(stacked, sizes), strict=True))
         for param in self.model.parameters():
             if param.ndim >= 2 and param.dtype == torch.float32 and param not in self._work:
                 rows, rest = param.shape[0], param.shape[1:]
@@ -215,7 +215,7 @@ class CapturedStep(Step):
         self._refresh()
         masters = self._borrow()
         try:
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(3):  # compiles, and lets every library make its handles outside the graph
