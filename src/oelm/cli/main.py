@@ -54,3 +54,18 @@ def main() -> None:
         sys.exit(0)
     except KeyboardInterrupt:
         fail("interrupted; the same command continues where it stopped", 130)
+    except Exception as error:
+        if os.environ.get("OELM_DEBUG"):
+            raise
+        fail(_report_bug(error), 1)
+
+
+def _report_bug(error: Exception) -> str:
+    """Keep the traceback of a fault of ours in a file; the line to show."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="oelm-crash-", suffix=".txt", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    said = str(error) or "no message"
+    return f"a fault of oelm itself ({type(error).__name__}: {said}): kept in {file.name}; please report it"
