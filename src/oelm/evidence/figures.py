@@ -84,7 +84,7 @@ def of_study(study: Study, results: Table, comparisons: Sequence[Comparison]) ->
         differences(primary),
         *(learning_curves(results, stratum) for stratum in _strata(results)),
         gap_over_tokens(comparisons),
-        gap_over_scale(results, primary),
+        gap_over_scale(results, comparisons),
         *(rate_curves(study, results, stratum) for stratum in _strata(results)),
         *(stability_map(study, results, stratum) for stratum in _strata(results)),
         *(quality_against_cost(study, results, stratum) for stratum in _strata(results)),
@@ -158,7 +158,11 @@ def learning_curves(results: Table, stratum: str) -> Figure | None:
 
 def gap_over_tokens(comparisons: Sequence[Comparison]) -> Figure | None:
     """The gap of each pair at every budget, each a set of finished schedules."""
-    lines = {(c.arm, c.against, c.stratum): gap_line(comparisons, c) for c in comparisons if c.primary}
+    lines = {
+        (c.arm, c.against, c.place.replace(f", {c.budget}", "", 1)): gap_line(comparisons, c)
+        for c in comparisons
+        if c.primary
+    }
     lines = {key: line for key, line in lines.items() if len(line) > 1 and all(c.tokens for c in line)}
     if not lines:
         return None
@@ -191,10 +195,13 @@ def gap_over_tokens(comparisons: Sequence[Comparison]) -> Figure | None:
 def gap_over_scale(results: Table, comparisons: Sequence[Comparison]) -> Figure | None:
     """The gap of each pair against the model's size, where a study has several sizes on one data set."""
     sizes = {stratum_of(row): row["params_total"] for row in results.rows if row.get("params_total")}
-    lines: dict[tuple[str, str], list[Comparison]] = {}
-    for c in comparisons:
+    largest: dict[tuple[str, str, str], Comparison] = {}
+    for c in sorted(comparisons, key=lambda c: c.tokens or 0.0):
         if c.estimate is not None and c.stratum in sizes:
-            lines.setdefault((c.arm, c.against), []).append(c)
+            largest[c.arm, c.against, c.stratum] = c
+    lines: dict[tuple[str, str], list[Comparison]] = {}
+    for c in largest.values():
+        lines.setdefault((c.arm, c.against), []).append(c)
     lines = {key: line for key, line in lines.items() if len({sizes[c.stratum] for c in line}) > 1}
     if not lines:
         return None
@@ -409,6 +416,31 @@ def head_grids(name: str, title: str, caption: str, arms: Mapping[str, Any]) -> 
     figure = _figure(name, title, caption, draw, width=max(4.5, 3.4 * len(grids)), height=1.3 + 0.34 * layers)
     assert figure is not None
     return figure
+
+
+def attention_map(name: str, title: str, layers: Sequence[Any], tokens: Sequence[str]) -> Figure:
+    """Every head's attention on one text, layers down and heads across; only short texts are legible."""
+
+    def draw(canvas: Canvas) -> None:
+        grid = canvas.subplots(len(layers), len(layers[0]), squeeze=False)
+        for layer, heads in enumerate(layers):
+            for head, cells in enumerate(heads):
+                axis = grid[layer, head]
+                _mesh(axis, np.asarray(cells), 0.0, 1.0)
+                axis.grid(visible=False)
+                axis.set_title(f"{layer}.{head}", fontsize=7, pad=2)
+                small = head == 0 and len(tokens) <= 24
+                axis.set_yticks(range(len(tokens)) if small else [], tokens if small else [], fontsize=5)
+                axis.set_xticks([])
+
+    return _figure(
+        name,
+        title,
+        "Layer.head; rows read, columns are read; yellow is all of a row's attention.",
+        draw,
+        width=1.5 * len(layers[0]) + 1,
+        height=1.5 * len(layers) + 0.4,
+    )
 
 
 # ---- shared parts

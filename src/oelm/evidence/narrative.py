@@ -66,7 +66,7 @@ def _first(primary: Sequence[Comparison]) -> str:
     if not primary:
         return "No declared comparison has runs yet, so there is no answer."
     c = primary[0]
-    where = f"at {c.budget} ({c.stratum})"
+    where = f"at {c.budget} ({c.place.replace(f', {c.budget}', '', 1)})"
     if c.estimate is None or c.verdict == REFUSED:
         return f"Whether {c.arm} differs from {c.against} {where} has no verdict: {c.reason}."
     said = {
@@ -116,7 +116,8 @@ def gap_line(comparisons: Sequence[Comparison], like: Comparison) -> list[Compar
     same = [
         c
         for c in comparisons
-        if (c.arm, c.against, c.stratum, c.metric) == (like.arm, like.against, like.stratum, like.metric)
+        if (c.arm, c.against, c.stratum, c.metric, c.elsewhere)
+        == (like.arm, like.against, like.stratum, like.metric, like.elsewhere)
         and c.estimate is not None
     ]
     return sorted(same, key=lambda c: (c.tokens or 0.0, c.budget))

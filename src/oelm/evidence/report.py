@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oelm.errors import ConfigError, nearest
+from oelm.errors import ConfigError, MachineError, nearest
 from oelm.evidence import narrative
 from oelm.evidence.labels import budget_of, count, duration, stratum_of
 from oelm.evidence.results import Row, Table, replace_text
@@ -57,9 +57,7 @@ def write_formats(view: View, folder: Path, stem: str, formats: Sequence[str], *
     written = []
     for name in ("html", "md", "tex"):
         if name in formats or (name == "html" and "pdf" in formats):
-            path = folder / f"{stem}.{name}"
-            replace_text(path, template_text(view, f"{page}.{name}.j2"))
-            written.append(path)
+            written.append(write_page(view, folder / f"{stem}.{name}", f"{page}.{name}.j2"))
     if "figures" in formats:
         written += _save_figures(view, folder / f"{stem}-figures")
     if "pdf" in formats:
@@ -79,7 +77,7 @@ def view_of(study: Study, results: Table, *, allow_mixed: bool = False) -> View:
         "answer": narrative.answer(comparisons, results),
         "study_notes": list(study.notes),
         "comparisons": [_comparison(c) for c in comparisons if c.primary],
-        "smaller_budgets": [_comparison(c) for c in comparisons if not c.primary],
+        "elsewhere": [_comparison(c) for c in comparisons if not c.primary],
         "points": [_points(c) for c in comparisons if c.primary and c.points],
         "arms": _arms(results),
         "figures": _figures(study, results, comparisons),
@@ -104,7 +102,7 @@ def _comparison(c: Comparison) -> View:
     return {
         "arm": c.arm,
         "against": c.against,
-        "where": f"{c.stratum}, {c.budget}",
+        "where": c.place,
         "metric": "perplexity" if c.as_perplexity else c.metric,
         "n": c.n,
         "rates": f"{_rate(c.rate)} / {_rate(c.reference_rate)}",
@@ -274,6 +272,16 @@ def _save_figures(view: View, folder: Path) -> list[Path]:
         replace_text(folder / f"{figure.name}.svg", figure.svg)
         written += [folder / f"{figure.name}.svg", folder / f"{figure.name}.pdf"]
     return written
+
+
+def write_page(view: View, path: Path, template: str) -> Path:
+    """One view as one file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, template_text(view, template))
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written ({error.strerror or error}); check the folder") from None
+    return path
 
 
 # ---- templates

@@ -68,7 +68,7 @@ class Table:
 def collect(study: Study, runs_root: Path | str, overrides: Mapping[str, Any] | None = None) -> Table:
     """Every run the study plans and every record in its folder: runs not yet made are rows too ("missing")."""
     records = {record["run_id"]: record for record in _records(Path(runs_root) / study.name)}
-    rates = chosen_rates(study, records.values())
+    rates = chosen_rates(study, records.values(), overrides)
     planned = {one.id: one for one in expand(study, rates, overrides)}
     rows = [_row(study.name, one, records.get(one.id)) for one in planned.values()]
     rows += [_stray(study.name, record) for run_id, record in records.items() if run_id not in planned]

@@ -16,7 +16,8 @@ from oelm.evidence import paired
 from oelm.evidence.labels import budget_of, stratum_of
 from oelm.evidence.paired import Estimate
 from oelm.evidence.results import Row, Table
-from oelm.study.rows import BUDGETS, HIGHER_IS_BETTER, Contrast, Margin, Study
+from oelm.study.rows import BUDGETS, HIGHER_IS_BETTER, Contrast, Margin, Study, axis_label
+from oelm.values import canonical
 
 
 LEVEL = 0.95
@@ -47,7 +48,8 @@ class Comparison:
     data: str
     budget: str
     tokens: float | None
-    primary: bool  # the largest budget of its stratum: a member of the corrected family
+    at: Mapping[str, Any]  # the axes' values
+    primary: bool  # declared: a member of the corrected family
     metric: str  # as compared: validation.loss, test.accuracy
     lower_is_better: bool
     as_perplexity: bool  # differences are nats; shown as per cent of perplexity
@@ -74,6 +76,17 @@ class Comparison:
         return len(self.points)
 
     @property
+    def elsewhere(self) -> dict[str, Any]:
+        """The axes' values but the budget's: comparisons that share it lie on one curve over tokens."""
+        return {key: value for key, value in self.at.items() if key not in BUDGETS}
+
+    @property
+    def place(self) -> str:
+        """Where the comparison was made, in words."""
+        axes = [f"{key.split('.')[-1]} {value}" for key, value in self.elsewhere.items()]
+        return ", ".join([self.stratum, self.budget, *axes])
+
+    @property
     def said(self) -> str:
         """The verdict as it is printed."""
         if self.demonstration and self.verdict not in (UNDECIDED, REFUSED):
@@ -84,21 +97,26 @@ class Comparison:
 
 
 def judge(study: Study, results: Table, *, allow_mixed: bool = False) -> list[Comparison]:
-    """Every declared comparison, corrected over the family; and the same at the smaller budgets, as a curve."""
+    """Every declared comparison, corrected over the family; and the same elsewhere on the axes, to show how it moves."""
     found = []
-    for contrast in study.contrasts():
-        for at, primary in _budgets(study, contrast.at):
-            for rows in _strata(results, contrast, at):
-                found.append(_compare(study, contrast, rows, primary=primary, allow_mixed=allow_mixed))
+    for contrast, at, primary in _places(study):
+        for rows in _strata(results, contrast, at):
+            found.append(_compare(study, contrast, at, rows, primary=primary, allow_mixed=allow_mixed))
     return decide(found)
 
 
-def _budgets(study: Study, at: Mapping[str, Any]) -> list[tuple[dict[str, Any], bool]]:
-    """The contrast's own place (primary) and the same place at every other budget of the study's axes."""
-    places = [(dict(at), True)]
-    for key in BUDGETS:
-        if key in study.axes and key in at:
-            places += [(dict(at) | {key: value}, False) for value in study.axes[key] if value != at[key]]
+def _places(study: Study) -> list[tuple[Contrast, dict[str, Any], bool]]:
+    """The declared places first; then those that differ from one in a single axis, each once."""
+    contrasts = study.contrasts()
+    places = [(one, dict(one.at), True) for one in contrasts]
+    seen = [(one.arm, one.against, one.metric, at) for one, at, _ in places]
+    for one in contrasts:
+        for key in one.at:
+            for value in study.axes.get(key, ()):
+                at = dict(one.at) | {key: axis_label(value)}
+                if (one.arm, one.against, one.metric, at) not in seen:
+                    seen.append((one.arm, one.against, one.metric, at))
+                    places.append((one, at, False))
     return places
 
 
@@ -115,10 +133,10 @@ def _strata(results: Table, contrast: Contrast, at: Mapping[str, Any]) -> list[l
 
 
 def decide(found: Sequence[Comparison]) -> list[Comparison]:
-    """Correct the primary comparisons over their family, the others over theirs of the same budget; say the verdicts."""
+    """Correct the declared comparisons over their family, the others over those of the same place; say the verdicts."""
     families: dict[Any, list[int]] = {}
     for index, comparison in enumerate(found):
-        families.setdefault(None if comparison.primary else comparison.budget, []).append(index)
+        families.setdefault(None if comparison.primary else canonical(comparison.at), []).append(index)
     decided = list(found)
     for members in families.values():
         estimates = [found[i].estimate for i in members]
@@ -175,7 +193,9 @@ def _undecided(c: Comparison, why: str) -> Comparison:
     return replace(c, verdict=UNDECIDED, reason=why, more_seeds=more)
 
 
-def _compare(study: Study, contrast: Contrast, rows: list[Row], *, primary: bool, allow_mixed: bool) -> Comparison:
+def _compare(
+    study: Study, contrast: Contrast, at: Mapping[str, Any], rows: list[Row], *, primary: bool, allow_mixed: bool
+) -> Comparison:
     sides = [[row for row in rows if row["arm"] == arm] for arm in (contrast.arm, contrast.against)]
     both = sides[0] + sides[1]
     measured = "loss" if contrast.metric == "perplexity" else contrast.metric
@@ -194,6 +214,7 @@ def _compare(study: Study, contrast: Contrast, rows: list[Row], *, primary: bool
         data=str(rows[0]["data"]),
         budget=budget_of(rows[0])[1],
         tokens=_largest(row.get("tokens_seen") for row in both),
+        at=dict(at),
         primary=primary,
         metric=metric,
         lower_is_better=lower,
