@@ -66,10 +66,11 @@ def _read(path: Path, size: int | None = None) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror or type(error).__name__}") from None
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(handle)
+        raise Damaged(f"{path}: is not a regular file")
     with open(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{path}: is not a regular file")
         if size is not None and found.st_size != size:
             raise Damaged(f"{path}: {found.st_size:,} bytes instead of {size:,}")
         if size is None and found.st_size > _MANIFEST_LIMIT:

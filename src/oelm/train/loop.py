@@ -7,6 +7,7 @@ intact checkpoint of its folder, and does nothing for a run that is over. It ref
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import oelm
-from oelm.errors import CheckpointError, OelmError, OutOfMemory, Preempted
+from oelm.errors import CheckpointError, MethodError, OelmError, OutOfMemory, Preempted
 from oelm.train import optim
 from oelm.train.checkpoint import Checkpoints, Loaded, disk_room, load_weights, put_weights
 from oelm.train.clock import Clock, measured_ceiling
@@ -97,13 +98,16 @@ def _translated(error: BaseException, session: _Session) -> OelmError | None:
 
 @contextlib.contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Deterministic algorithms for the life of one run."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted or before)
+    """Deterministic algorithms for the life of one run. Not called without need: it imports the compiler."""
+    if not wanted or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(False)
 
 
 class _Session:
@@ -282,6 +286,8 @@ class _Session:
             arrays = self._batch(state.step)
             self.clock.start()
             self.step(state.step, arrays, self.factor(state.step))
+            if self.step.lacking:
+                self._no_gradient(self.step.lacking)
             tokens = tokens_in(arrays) * self.world.size
             self.clock.stop(tokens)
             state.step += 1
@@ -294,6 +300,14 @@ class _Session:
             elif self._save_due():
                 self._save()
             self.home.beat(step=state.step, total=self.total)
+
+    def _no_gradient(self, names: list[str]) -> None:
+        """A tensor that should train and cannot: an error in our models, a warning where a hub's has spare parts."""
+        said = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: trains but got no gradient"
+        self.step.lacking = []
+        if not self.run.is_hub:
+            raise MethodError(f"{said} at step {self.state.step}; check the variant and the model's head")
+        self.progress.say(f"warning: {said}; this model does not use it for {self.run.data.name}")
 
     def _batch(self, step: int) -> Batch:
         found: Batch = self.source.train_batch(
@@ -321,7 +335,8 @@ class _Session:
             raise Diverged(f"step {look.bad_at + 1}: the loss or a gradient is not finite; the update was not made")
         if state.step % self.look_every == 0 or state.step == self.total:
             self._train_line()
-        state.check_explosion()
+        if look.losses:
+            state.check_explosion()
 
     def _train_line(self) -> None:
         means = self.state.means()

@@ -181,6 +181,8 @@ class Step:
 
     def _rebuild(self) -> None:
         self._params = self.optimizers.params
+        self._new = True
+        self.lacking: list[str] = []  # what trains and got no gradient in the first step since
         self.task = self.world.wrap(Task(self.model, self.objective))
 
     def _gradients(self, pieces: list[dict[str, np.ndarray[Any, Any]]]) -> Tensor:
@@ -199,6 +201,9 @@ class Step:
                 loss = nats * share
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
             total += loss.detach()
+        if self._new:
+            self._new = False
+            self.lacking = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         return self.world.mean(total)
 
     def _norm(self) -> Tensor:

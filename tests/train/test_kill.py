@@ -1,0 +1,146 @@
+"""A run that is killed, stopped or starved at any moment ends bit-equal to one that was left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import assert_same_end, ended, lines, training, wait_for
+from small_runs import small_run
+
+
+THAWING = {"base": "oelm-freeze", "thaw": {"order": "top-down", "start": 6, "end": 14}}
+
+
+def undisturbed(folder: Path, **changes: Any) -> float:
+    """Train to the end in a process of its own; the seconds it took."""
+    began = time.monotonic()
+    assert ended(training(small_run(**changes), folder)) == 0
+    return time.monotonic() - began
+
+
+def killed_often(folder: Path, seconds: float, rng: random.Random, kills: int, **changes: Any) -> int:
+    """SIGKILL up to `kills` times at random instants, then let it end; how often it was really killed."""
+    run, done = small_run(**changes), 0
+    for _ in range(kills):
+        pid = training(run, folder, checkpoint_every=5)
+        time.sleep(rng.uniform(0, seconds))
+        os.kill(pid, signal.SIGKILL)
+        done += ended(pid) == -signal.SIGKILL
+    assert ended(training(run, folder, checkpoint_every=5)) == 0
+    return done
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"variant": THAWING, "budget__accumulate": 2},
+        {"optimizer__name": "muon", "variant": "tied-shift", "budget__batch": 6},
+    ],
+    ids=["frozen", "thaw and accumulation", "muon, uneven epochs"],
+)
+def test_killed_at_random_instants_it_ends_bit_equal(tmp_path: Path, changes: dict[str, Any]) -> None:
+    seconds = undisturbed(tmp_path / "reference", **changes)
+    rng = random.Random(7)
+    for trial in range(2):
+        folder = tmp_path / f"killed-{trial}"
+        killed_often(folder, seconds, rng, 3, **changes)
+        assert_same_end(folder, tmp_path / "reference")
+
+
+@pytest.mark.slow
+def test_two_hundred_kills(tmp_path: Path) -> None:
+    seconds = undisturbed(tmp_path / "reference", variant=THAWING)
+    rng = random.Random(11)
+    kills = trial = 0
+    while kills < 200:
+        folder = tmp_path / f"killed-{trial}"
+        kills += killed_often(folder, seconds, rng, 10, variant=THAWING)
+        assert_same_end(folder, tmp_path / "reference")
+        trial += 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_asks_for_a_requeue(tmp_path: Path, number: signal.Signals) -> None:
+    reference, folder = tmp_path / "reference", tmp_path / "stopped"
+    run = small_run(budget__steps=200, eval_every=100)
+    undisturbed(reference, budget__steps=200, eval_every=100)
+    for lines_seen in (5, 120):
+        pid = training(run, folder, checkpoint_every=10**6)
+        wait_for(lambda n=lines_seen: (folder / "metrics.jsonl").exists() and len(lines_so_far(folder)) >= n)
+        began = time.monotonic()
+        os.kill(pid, number)
+        assert ended(pid) == 75
+        assert time.monotonic() - began < 5
+    assert ended(training(run, folder, checkpoint_every=10**6)) == 0
+    assert_same_end(folder, reference)
+    assert sum(line["kind"] == "train" for line in lines(folder)) == 200
+
+
+def lines_so_far(folder: Path) -> list[str]:
+    return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+def test_ctrl_c_saves_and_a_second_one_leaves_at_once(tmp_path: Path) -> None:
+    run = small_run(budget__steps=4000, eval_every=0)
+    pid = training(run, tmp_path / "once", checkpoint_every=10**6)
+    wait_for(lambda: (tmp_path / "once" / "metrics.jsonl").exists() and len(lines_so_far(tmp_path / "once")) > 2)
+    os.kill(pid, signal.SIGINT)
+    assert ended(pid) == 130
+    assert (tmp_path / "once" / "latest").exists()
+
+
+def test_signal_while_it_evaluates_saves_before_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, folder = tmp_path / "reference", tmp_path / "stopped"
+    undisturbed(reference)
+    from oelm.data.recall import RecallSource
+
+    honest = RecallSource.eval_batches
+
+    def slow(self: Any, *args: Any, **more: Any) -> Any:
+        for batch in honest(self, *args, **more):
+            (folder / "evaluating").touch()
+            time.sleep(30)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecallSource, "eval_batches", slow)
+        pid = training(small_run(), folder)
+    wait_for(lambda: (folder / "evaluating").exists())
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid, 5) == 75
+    assert (folder / "latest").read_text() == "checkpoints/step-8\n"
+    (folder / "evaluating").unlink()
+    assert ended(training(small_run(), folder)) == 0
+    assert_same_end(folder, reference)
+
+
+def test_killed_after_the_last_step_it_makes_no_other(tmp_path: Path) -> None:
+    undisturbed(tmp_path / "run")
+    before = lines_so_far(tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    assert ended(training(small_run(), tmp_path / "run")) == 0
+    assert lines_so_far(tmp_path / "run") == before
+
+
+def test_a_run_that_is_over_is_not_trained_again(tmp_path: Path) -> None:
+    undisturbed(tmp_path / "run")
+    stamp = (tmp_path / "run" / "result.json").stat().st_mtime_ns
+    assert ended(training(small_run(), tmp_path / "run")) == 0
+    assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 25, "tok', b"\xff\xfe\n", b"{}\n"])
+def test_a_torn_log_is_cut_back_on_resume(tmp_path: Path, torn: bytes) -> None:
+    undisturbed(tmp_path / "run")
+    whole = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "run" / "result.json").unlink()
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(whole + torn)
+    assert ended(training(small_run(), tmp_path / "run")) == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == whole
