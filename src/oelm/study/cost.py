@@ -95,9 +95,9 @@ def _of_shape(shape: Shape, variant: Variant, vocab: int) -> Parameters:
     frozen = 0
     if variant.thaw is None:
         frozen = sum({"q": q, "k": k, "ffn": ffn}[role] for role in variant.frozen_roles)
-        frozen -= k if variant.tie and {"q", "k"} <= set(variant.frozen_roles) else 0
-    if variant.tie:
-        total -= layers * k
+        frozen -= width * key_width if variant.tie and {"q", "k"} <= set(variant.frozen_roles) else 0
+    if variant.tie:  # one matrix for both; K keeps its bias
+        total -= layers * width * key_width
     return Parameters(total, layers * frozen)
 
 
