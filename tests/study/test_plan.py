@@ -137,4 +137,6 @@ def test_every_study_plans(tmp_path: Path) -> None:
     for name in ("scale", "fair-bert"):
         made = make_plan(load_study(name), tmp_path)
         assert made.seconds > 0
-        assert len(made.rows) == len(expand(load_study(name), dict.fromkeys(plan._tuned_cells(load_study(name)), 0.001)))
+        assert len(made.rows) == len(
+            expand(load_study(name), dict.fromkeys(plan._tuned_cells(load_study(name)), 0.001))
+        )
