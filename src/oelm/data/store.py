@@ -8,7 +8,9 @@ Refuses a truncated, altered or foreign store and names the shard. Writing is pr
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -102,11 +104,11 @@ class Stream:
     """The ids of one split, as one long row over its shards; `limit` reads only the first so many."""
 
     def __init__(self, parts: list[npt.NDArray[Any]], starts: list[npt.NDArray[np.uint32]], limit: int | None) -> None:
-        self._parts = parts
-        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        whole = int(self._ends[-1]) if parts else 0
+        self._parts = [np.asarray(part) for part in parts]  # plain views: slicing a memmap costs ten times as much
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+        whole = self._ends[-1] if parts else 0
         self._length = whole if limit is None else min(whole, limit)
-        offsets = [0, *self._ends[:-1].tolist()] if parts else []
+        offsets = [0, *self._ends[:-1]] if parts else []
         joined = [part.astype(np.int64) + offset for part, offset in zip(starts, offsets, strict=True)]
         every = np.concatenate(joined) if joined else np.zeros(0, np.int64)
         self.starts: Ids = every[every < self._length]
@@ -119,11 +121,11 @@ class Stream:
         if not 0 <= start <= stop <= self._length:
             raise DataError(f"tokens {start:,} to {stop:,} are outside of the split's {self._length:,}")
         out = np.empty(stop - start, dtype=np.int64)
-        shard = int(np.searchsorted(self._ends, start, side="right"))
+        shard = bisect.bisect_right(self._ends, start)
         done = 0
         while done < len(out):
             part = self._parts[shard]
-            begin = start + done - (int(self._ends[shard]) - len(part))
+            begin = start + done - (self._ends[shard] - len(part))
             taken = part[begin : begin + len(out) - done]
             out[done : done + len(taken)] = taken
             done += len(taken)

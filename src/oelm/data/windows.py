@@ -113,7 +113,7 @@ class LmSource:
         epoch, row = divmod(step, self.steps_per_epoch(batch))
         numbers = self._order(seed, epoch, batch)[row]
         mine = part(numbers, rank, world)
-        return self._rows("train", [(int(n) * self.context, self.context) for n in mine], [0] * len(mine))
+        return self._rows("train", [(n * self.context, self.context, 0) for n in mine.tolist()])
 
     def _order(self, seed: int, epoch: int, batch: int) -> Ids:
         key = (seed, epoch, batch)
@@ -138,8 +138,7 @@ class LmSource:
             raise ConfigError(f"stride = {stride}: must be between 1 and the context of {self.context}")
         windows = self._eval_windows(split, stride, limit_tokens)
         for first in range(0, len(windows), batch):
-            chosen = windows[first : first + batch]
-            yield self._rows(split, [(start, length) for start, length, _ in chosen], [skip for _, _, skip in chosen])
+            yield self._rows(split, windows[first : first + batch])
 
     def _eval_windows(self, split: str, stride: int, limit: int | None) -> list[tuple[int, int, int]]:
         """(start, inputs, targets that an earlier window has scored) of each window."""
@@ -154,12 +153,13 @@ class LmSource:
             scored = end
         return windows
 
-    def _rows(self, split: str, windows: list[tuple[int, int]], skips: list[int]) -> Batch:
+    def _rows(self, split: str, windows: list[tuple[int, int, int]]) -> Batch:
+        """A batch of windows: (start, inputs, leading targets that are not scored)."""
         stream = self.stream(split)
         inputs = np.full((len(windows), self.context), self.pad_id, dtype=np.int64)
         targets = np.full((len(windows), self.context), IGNORED, dtype=np.int64)
         documents = np.full_like(inputs, -1) if self.spec.packing == "documents" else None
-        for row, ((start, length), skip) in enumerate(zip(windows, skips, strict=True)):
+        for row, (start, length, skip) in enumerate(windows):
             ids = stream.read(start, start + length + 1)
             inputs[row, :length] = ids[:-1]
             targets[row, skip:length] = ids[skip + 1 :]
