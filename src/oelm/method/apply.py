@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from oelm.errors import MethodError
 from oelm.method import matrices
-from oelm.method.projections import Part, Site, feed_forward, find_sites, shared_names
+from oelm.method.projections import Part, Site, feed_forward, find_sites
 from oelm.method.record import ATTRIBUTE as ATTRIBUTE
 from oelm.method.record import Entry as Entry
 from oelm.method.record import Record as Record
@@ -25,6 +25,7 @@ from oelm.method.record import digest as digest
 from oelm.method.record import holder_of as holder_of
 from oelm.method.record import record_of as record_of
 from oelm.method.record import verify as verify
+from oelm.method.refusals import refuse_model, refuse_parts, refuse_shared, touched_roles
 from oelm.method.report import Report as Report
 from oelm.method.report import logit_std as logit_std
 from oelm.method.report import report_on
@@ -49,7 +50,7 @@ def apply(
     chosen = as_variant(variant)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise MethodError(f"apply: seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
-    _refuse(model)
+    refuse_model(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise MethodError(f"apply: {name} is on the meta device, without values; load the weights first")
@@ -63,7 +64,7 @@ def convert(
     model: nn.Module, variant: Variant | str | Mapping[str, Any], pattern: Mapping[str, Any] | None = None
 ) -> Record:
     """The same change of structure and flags without values or hashes: for models on the meta device."""
-    _refuse(model)
+    refuse_model(model)
     return _transform(model, as_variant(variant), 0, pattern, values=False)
 
 
@@ -83,29 +84,6 @@ def fuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refuse(model: nn.Module) -> None:
-    """What can be seen to be wrong before the projections are looked for."""
-    if not isinstance(model, nn.Module):
-        raise MethodError(f"apply: expected a torch.nn.Module, got {type(model).__name__}")
-    present = record_of(model)
-    if present is not None:
-        raise MethodError(
-            f"apply: this {present.model} is converted already (seed {present.seed}); build or load a fresh model"
-        )
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        where = f"{name} is" if name else "the model is"
-        if kind in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel") or kind.startswith("FSDP"):
-            raise MethodError(f"apply: {where} wrapped in {kind} already; apply first, wrap after")
-        if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise MethodError(f"apply: {where} compiled already; apply first, compile after")
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise MethodError("apply: the model is quantised; load it in full precision")
-    for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
-            raise MethodError(f"apply: {name} is sharded already; apply first, shard after")
-
-
 @dataclass(frozen=True)
 class _Fill:
     """What one part will hold: its values and their digest as drawn."""
@@ -122,8 +100,8 @@ def _transform(
     treated = _treated(sites, variant)
     keys = {(site.stack, site.layer) for site in treated}
     ffn = _frozen_feed_forward(model, sites, keys, variant)
-    _check_parts(treated, variant)
-    _check_shared(model, treated, ffn, variant)
+    refuse_parts(treated, variant)
+    refuse_shared(model, treated, ffn, variant)
     fills = {
         (site.stack, site.layer, role): _fill(site, role, variant, seed)
         for site in treated
@@ -221,47 +199,6 @@ def _drawn_roles(variant: Variant) -> tuple[str, ...]:
     return tuple(r for r in ROLES if r in variant.roles and not (variant.tie and r == "k"))
 
 
-def _touched_roles(variant: Variant) -> tuple[str, ...]:
-    return tuple(r for r in ROLES if r in variant.touches)
-
-
-def _check_parts(sites: list[Site], variant: Variant) -> None:
-    for site in sites:
-        where = site.name or type(site.module).__name__
-        for role in _touched_roles(variant):
-            if role not in site.parts:
-                raise MethodError(f"{where}: its {role} projection was not found; name it in pattern")
-        if variant.tie and site.n_kv_heads != site.n_heads:
-            raise MethodError(
-                f"{where}: {site.n_kv_heads} key heads cannot use the matrix of {site.n_heads} query heads; leave tie off"
-            )
-        if variant.init == "slices":
-            _check_slices(site, where)
-        if isinstance(site.module, nn.MultiheadAttention) and type(site.module) is not nn.MultiheadAttention:
-            raise MethodError(
-                f"{where}: {type(site.module).__name__} changes torch's MultiheadAttention; cannot be split"
-            )
-        q, k = site.parts["q"].rows(), site.parts["k"].rows()
-        if variant.tie and q is not None and k is not None and q.shape[-1] != k.shape[-1]:
-            raise MethodError(f"{where}: q reads {q.shape[-1]} channels and k {k.shape[-1]}; they cannot be tied")
-
-
-def _check_slices(site: Site, where: str) -> None:
-    if not site.family.plain or site.family.name == "pattern":
-        raise MethodError(
-            f"{where}: in {site.family.name} models q and k are not plain products with the hidden state, "
-            'so init = "slices" cannot take their place'
-        )
-    for role in ("q", "k"):
-        rows = site.parts[role].rows()
-        assert rows is not None
-        if rows.shape[-1] != site.n_heads * site.head_dim:
-            raise MethodError(
-                f"{where}: slices need a width of heads * head_dim = {site.n_heads * site.head_dim}, "
-                f"and {role} reads {rows.shape[-1]} channels"
-            )
-
-
 def _frozen_feed_forward(
     model: nn.Module, sites: list[Site], keys: set[tuple[str, int]], variant: Variant
 ) -> dict[str, Site]:
@@ -271,21 +208,6 @@ def _frozen_feed_forward(
     if not found:
         raise MethodError("apply: no feed-forward was found beside the attention; leave ffn out of freeze")
     return found
-
-
-def _check_shared(model: nn.Module, sites: list[Site], ffn: Mapping[str, Site], variant: Variant) -> None:
-    """A parameter that something else uses too must be neither drawn nor frozen."""
-    ours = set(ffn)
-    for site in sites:
-        for role in _touched_roles(variant):
-            ours |= {site.parts[role].name, site.parts[role].bias_path}
-    for first, second in shared_names(model):
-        hit = next((name for name in (first, second) if name in ours), None)
-        if hit is not None:
-            other = second if hit == first else first
-            raise MethodError(
-                f"apply: {hit} is shared with {other}; untie them, or leave its layer out with variant.layers"
-            )
 
 
 def _fill(site: Site, role: str, variant: Variant, seed: int) -> _Fill:
@@ -362,7 +284,7 @@ def _treat(
             _put_slice(model, site, role, undo)
         return []
     entries: list[Entry] = []
-    for role in _touched_roles(variant):
+    for role in touched_roles(variant):
         part = site.parts[role]
         frozen = role in variant.frozen_roles
         tied = variant.tie and role == "k"

@@ -201,7 +201,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         return self._stacked("bias")
 
     @property
-    def _qkv_same_embed_dim(self) -> bool:  # type: ignore[override]
+    def _qkv_same_embed_dim(self) -> bool:
         """What torch asks to choose between one stacked matrix and three."""
         if not self._was_fused:
             return False
@@ -210,7 +210,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     def _stacked(self, name: str) -> Tensor | None:
         parts = [self._parameters.get(f"{role}_proj_{name}") for role in ROLES]
         found = [part for part in parts if part is not None]
-        return torch.cat(found) if found else None  # type: ignore[arg-type]
+        return torch.cat([*found]) if found else None
 
     @classmethod
     def convert(cls, module: nn.MultiheadAttention) -> Callable[[], None]:
