@@ -67,14 +67,14 @@ def test_gpt_512_counts() -> None:
 def test_the_spread_of_the_logits_at_step_0() -> None:
     """Orthogonal 1.0, N(0, 0.02²) 0.2 at width 512, whatever the width of the heads."""
     for name, expected in [("oelm-freeze", 1.0), ("gauss-frozen", 1.0), ("oelm-global", 1.0), ("oelm-random", 0.2048)]:
-        report = oelm.apply(gpt(512, 8, layers=1), name)
+        report = oelm.apply(gpt(512, 8, layers=2), name)
         assert report.logit_std == pytest.approx(expected, rel=0.03), name
-    assert oelm.apply(gpt(512, 8, layers=1), oelm.Variant(gain=2.0)).logit_std == pytest.approx(4.0, rel=0.03)
-    slices = oelm.apply(gpt(512, 8, layers=1), oelm.Variant(init="slices"))
+    assert oelm.apply(gpt(512, 8, layers=2), oelm.Variant(gain=2.0)).logit_std == pytest.approx(4.0, rel=0.03)
+    slices = oelm.apply(gpt(512, 8, layers=2), oelm.Variant(init="slices"))
     assert slices.logit_std == pytest.approx(1.0, rel=0.03)
-    tied = oelm.apply(gpt(512, 8, layers=1), oelm.Variant(tie=True))
+    tied = oelm.apply(gpt(512, 8, layers=2), oelm.Variant(tie=True))
     assert tied.logit_std == pytest.approx(1.0, rel=0.1)
-    assert oelm.apply(gpt(512, 8, layers=1), "baseline").logit_std == logit_std(gpt(512, 8, layers=2))
+    assert oelm.apply(gpt(512, 8, layers=2), "baseline").logit_std == logit_std(gpt(512, 8, layers=2))
 
 
 def test_the_spread_is_that_of_the_model_itself() -> None:
