@@ -113,6 +113,14 @@ def test_bytes_are_parted_by_the_end_token(byte_tokens: Tokens) -> None:
     assert single["cut"].tolist() == [1, 0]
 
 
+def test_models_without_types_get_none(bert: Tokens) -> None:
+    backend = Tokenizer.from_str(word_piece().to_str().replace("[CLS]", "<s>").replace("[SEP]", "</s>"))
+    tokens = Tokens(**{**bert.__dict__, "backend": backend})
+    arrays = classify_arrays(Labelled(["a"], ["b"], [0]), tokens, 8)
+    assert row(arrays, 0) == [2, 4, 3, 5, 3]
+    assert arrays["second"].tolist() == [NO_SECOND]
+
+
 def test_special_tokens_in_a_text_are_text(bert: Tokens, byte_tokens: Tokens) -> None:
     arrays = classify_arrays(Labelled(["a [SEP] b"], None, [0]), bert, 32)
     assert row(arrays, 0).count(3) == 1

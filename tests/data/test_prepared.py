@@ -270,6 +270,36 @@ def test_other_archives_and_altered_arrays_are_refused(classes: Prepared, tmp_pa
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("split", "name", "value", "said"),
+    [
+        ("train", "ids", 257, "tokens beyond the vocabulary"),
+        ("test", "labels", 3, "labels beyond 3"),
+        ("test", "labels", -1, "labels beyond 3"),
+        ("train", "offsets", 10**6, "rows do not add up"),
+    ],
+)
+def test_arrays_that_make_no_sense_are_refused(
+    classes: Prepared, tmp_path: Path, split: str, name: str, value: int, said: str
+) -> None:
+    classes.splits[split][name] = classes.splits[split][name].copy()
+    classes.splits[split][name][5] = value
+    with pytest.raises(DataError, match=said):
+        load(save(classes, tmp_path / "a.task.npz"))
+
+
+def test_missing_arrays_and_other_kinds_are_refused(classes: Prepared, tags: Prepared, tmp_path: Path) -> None:
+    del classes.splits["train"]["second"]
+    with pytest.raises(DataError, match="is not whole"):
+        load(save(classes, tmp_path / "a.task.npz"))
+    tags.meta["kind"] = "guess"
+    with pytest.raises(DataError, match="is not whole"):
+        load(save(tags, tmp_path / "a.task.npz"))
+    np.save(tmp_path / "b.npy", np.zeros(3))
+    with pytest.raises(DataError, match="one array, not an archive"):
+        load(tmp_path / "b.npy")
+
+
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "a.task.npz"
     np.savez(path, meta=np.array([{"format": prepared.FORMAT}], dtype=object), allow_pickle=True)

@@ -3,9 +3,10 @@
 Owns the layout of an example, truncation and windows. Refuses a context with no room for one.
 
 With a tokenizer that has [CLS] and [SEP] (BERT):  [CLS] a [SEP]  and  [CLS] a [SEP] b [SEP], types 0 and 1.
-With one that has only an end-of-text token (GPT BPE, bytes):  a  and  a <end> b, all types 0: the end token parts the two.
-Pairs are cut longest first. A question reads  [CLS] question [SEP] context [SEP]  (or  question <end> context), its context
-in overlapping windows. A word's first piece carries its tag.
+With <s> and </s> (RoBERTa): the same, all types 0, for such models know no others.
+With only an end-of-text token (GPT BPE, bytes):  a  and  a <end> b, all types 0: the end token parts the two.
+Pairs are cut longest first. A question reads  [CLS] question [SEP] context [SEP]  (or  question <end> context), its
+context in overlapping windows. A word's first piece carries its tag.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def qa_arrays(
                 continue
             rows.append([*head, *window, *frame.after])
             shift = len(head) - begin
-            columns["second"].append(len(head) if frame.framed else NO_SECOND)
+            columns["second"].append(len(head) if frame.typed else NO_SECOND)
             columns["start"].append(answer[0] + shift if inside else IGNORED)
             columns["end"].append(answer[1] + shift if inside else IGNORED)
             columns["question"].append(number)
@@ -165,6 +166,7 @@ class Frame:
     def __init__(self, tokens: Tokens, context: int, *, parts: int, longest_first_part: int = 0) -> None:
         cls, sep = tokens.cls_id, tokens.sep_id
         self.framed = cls is not None and sep is not None
+        self.typed = self.framed and tokens.backend.id_to_token(sep) == "[SEP]"
         self.before: list[int] = [cls] if cls is not None and sep is not None else []
         self.after: list[int] = [sep] if cls is not None and sep is not None else []
         self.separator: int = sep if cls is not None and sep is not None else tokens.eos_id
@@ -185,7 +187,7 @@ class Frame:
         head = [*self.before, *first[:keep_first], self.separator]
         row = [*head, *second[:keep_second], *self.after]
         cut = len(first) - keep_first + len(second) - keep_second
-        return row, len(head) if self.framed else NO_SECOND, cut
+        return row, len(head) if self.typed else NO_SECOND, cut
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ whole or not at all; it needs neither the text nor the tokenizer. Refuses a file
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,16 @@ Batch = dict[str, npt.NDArray[Any]]
 Output = Sequence[Any]  # (index, predictions ...) of one batch
 
 FORMAT = "oelm-task-1"
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    zipfile.BadZipFile,
+    RecursionError,
+    NotImplementedError,
+    MemoryError,
+)
 _BEST = 20  # starts and ends that are looked at for an answer
 _LONGEST_ANSWER = 30  # tokens
 
@@ -259,14 +270,14 @@ def save(source: Prepared, path: Path, *, compressed: bool = False) -> Path:
 def load(path: Path, *, bucketing: bool = True) -> Prepared:
     """A prepared task from its file; a DataError when it is damaged, altered or another thing."""
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+        with path.open("rb") as stream, contextlib.closing(_archive(stream)) as archive:
             if "meta" not in archive.files:
                 raise DataError(f"{path}: is not a prepared task of OELM; prepare it again")
-            meta = json.loads(archive["meta"].tobytes())
-            arrays = {name: archive[name] for name in archive.files if name != "meta"}
+            meta = json.loads(np.asarray(archive["meta"]).tobytes())
+            arrays = {name: np.asarray(archive[name]) for name in archive.files if name != "meta"}
     except FileNotFoundError:
         raise DataError(f"{path}: no such prepared task; check the name") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, RecursionError, NotImplementedError) as error:
+    except _UNREADABLE as error:
         said = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
         raise DataError(f"{path}: is damaged or no prepared task ({said}); delete it and prepare it again") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -282,9 +293,37 @@ def load(path: Path, *, bucketing: bool = True) -> Prepared:
         split, _, key = name.partition("/")
         splits[split][key] = array
     try:
+        for split, found in splits.items():
+            _check(found, meta, split)
         return Prepared(splits, meta, bucketing=bucketing)
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path}: lacks {error}; delete the file and prepare it again") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: is not whole ({error}); delete the file and prepare it again") from None
+
+
+def _archive(stream: IO[bytes]) -> Any:
+    """The arrays of a file; never anything that is unpickled."""
+    found = np.load(stream, allow_pickle=False)
+    if not isinstance(found, np.lib.npyio.NpzFile):
+        raise ValueError("one array, not an archive")
+    return found
+
+
+def _check(arrays: Arrays, meta: Mapping[str, Any], split: str) -> None:
+    """A ValueError for arrays that do not fit each other, their vocabulary or their labels."""
+    kind, count = meta["kind"], len(arrays["offsets"]) - 1
+    single = {"classify": ("second", "labels"), "tag": (), "qa": ("second", "start", "end", "question")}[kind]
+    flat = {"classify": (), "tag": ("tags",), "qa": () if split == "train" else ("from", "to")}[kind]
+    steps = np.diff(arrays["offsets"])
+    if count < 1 or (steps < 1).any() or arrays["offsets"][0] != 0 or arrays["offsets"][-1] != len(arrays["ids"]):
+        raise ValueError(f"{split}: its rows do not add up")
+    if any(len(arrays[name]) != count for name in single) or any(len(arrays[n]) != len(arrays["ids"]) for n in flat):
+        raise ValueError(f"{split}: its arrays differ in length")
+    if int(arrays["ids"].max()) >= meta["vocab_size"] or int(steps.max()) > meta["context"]:
+        raise ValueError(f"{split}: tokens beyond the vocabulary or the context")
+    for name in {"classify": ("labels",), "tag": ("tags", "truth"), "qa": ()}[kind]:
+        numbers = arrays[name][arrays[name] != IGNORED]
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(meta["labels"]):
+            raise ValueError(f"{split}: labels beyond {len(meta['labels'])}")
 
 
 def _array_digest(array: npt.NDArray[Any]) -> str:
