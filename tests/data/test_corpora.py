@@ -82,6 +82,15 @@ def test_blocks_are_the_text_in_whole_lines() -> None:
     assert max(len(piece.text) for piece in made) < carving.BLOCK + 40
 
 
+def test_a_line_without_end_is_shared_out_too(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(" ".join(f"word{number}" for number in range(40_000)))
+    source = load(_local(path))
+    splits = source.store.index.splits
+    assert sum(held.bytes for held in splits.values()) == path.stat().st_size
+    assert all(held.documents for held in splits.values())
+
+
 def _local(path: Path, **more: object) -> DataSpec:
     table = {"name": "local", "path": str(path), "task": "lm", "tokenizer": "bytes", "context": 32} | more
     return DataSpec.model_validate(table)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from oelm.data.reading import Piece
+from oelm.data.reading import Piece, cut_point
 from oelm.errors import DataError
 
 
 Route = Callable[[str], str]  # the first piece of a document -> its split
 SMALL_SHARE = 0.05
 BLOCK = 2000  # characters of a unit, where one text file has no documents of its own
+LONGEST_BLOCK = 16_000
 _WHOLE = 2**64
 
 
@@ -52,7 +53,7 @@ def document_hash(text: str, seed: int) -> int:
 
 
 def blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Running text as units that can be shared out: whole lines, about BLOCK characters each."""
+    """Running text as units that can be shared out: whole lines of about BLOCK characters, a long line in parts."""
     held = ""
     for piece in pieces:
         if piece.starts and held:
@@ -60,12 +61,25 @@ def blocks(pieces: Iterable[Piece]) -> Iterator[Piece]:
             held = ""
         held += piece.text
         begin = 0
-        while (at := held.find("\n", begin + BLOCK)) >= 0:
-            yield Piece(held[begin : at + 1], True)
-            begin = at + 1
+        while len(held) - begin > LONGEST_BLOCK:
+            end = _block_end(held, begin)
+            yield Piece(held[begin:end], True)
+            begin = end
         held = held[begin:]
+    while len(held) > BLOCK and (end := _block_end(held, 0)) < len(held):
+        yield Piece(held[:end], True)
+        held = held[end:]
     if held.strip():
         yield Piece(held, True)
+
+
+def _block_end(text: str, begin: int) -> int:
+    """After the first line end beyond BLOCK; in a line that is too long, before white space."""
+    window = text[begin : begin + LONGEST_BLOCK]
+    at = window.find("\n", BLOCK)
+    if at >= 0:
+        return begin + at + 1
+    return begin + (cut_point(window, LONGEST_BLOCK - 1) if len(window) == LONGEST_BLOCK else len(window))
 
 
 def _by_limits(widths: Mapping[str, int], seed: int) -> Route:
