@@ -84,10 +84,10 @@ def trained(folder: Path, checkpoint: str, data: Path | None) -> tuple[Run, nn.M
     """A finished run's model with the weights of its checkpoint, its tokenizer, and the checkpoint's step."""
     import oelm
     from oelm.data.tokens import load_tokens
-    from oelm.errors import CheckpointError, ConfigError, nearest
+    from oelm.errors import ConfigError, nearest
+    from oelm.method.record import record_of
     from oelm.models.build import build
-    from oelm.models.shapes import Shape
-    from oelm.train.checkpoint import load_weights
+    from oelm.train.checkpoint import load_weights, put_weights
     from oelm.train.run import Run
     from oelm.values import load_toml
 
@@ -104,18 +104,12 @@ def trained(folder: Path, checkpoint: str, data: Path | None) -> tuple[Run, nn.M
     weights, step = load_weights(folder, checkpoint)
     model = build(run.model, vocab=tokenizer.vocab_size, seed=run.seed, context=run.data.context)
     oelm.apply(model, run.variant, seed=run.seed)
-    present = model.state_dict()
-    if isinstance(run.model, Shape) and weights["embed.weight"].shape != present["embed.weight"].shape:
-        raise CheckpointError(
-            f"{folder}: its model knows {weights['embed.weight'].shape[0]:,} tokens and tokenizer "
-            f"{run.data.tokenizer!r} has {tokenizer.vocab_size:,}; it was trained with another tokenizer"
-        )
-    found = model.load_state_dict(weights, strict=False)
-    held = {tensor.data_ptr() for name, tensor in present.items() if name in weights}
-    lacking = [name for name in found.missing_keys if present[name].data_ptr() not in held]
-    if lacking or found.unexpected_keys:
-        name = [*lacking, *found.unexpected_keys][0]
-        raise CheckpointError(f"{folder}: the checkpoint does not fit its run.toml ({name}); was one of them changed?")
+    record = record_of(model)
+    regenerable = frozenset(record.regenerable) if record is not None else frozenset[str]()
+    # a compact checkpoint leaves out what the seed has just given again; verify compares it with its hashes
+    put_weights(model, weights, folder, skip=regenerable - set(weights))
+    if run.variant.thaw is None:  # what has thawed since is not what was frozen
+        oelm.verify(model)
     return run, model, tokenizer, step
 
 
