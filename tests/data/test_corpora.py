@@ -234,6 +234,20 @@ def test_a_store_is_enough_where_the_text_is_not(tmp_path: Path, monkeypatch: py
         load(spec.changed(tokenizer="demo-bpe"))
 
 
+@needs_shared
+def test_a_store_is_enough_where_the_tokenizer_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = DataSpec(name="openwebtext", tokenizer="gpt2", context=64)
+    before = load(spec).fingerprint
+
+    def none(*_: object) -> None:
+        raise DataError("no tokenizer")
+
+    monkeypatch.setattr(open, "load_tokens", none)
+    assert load(spec).fingerprint == before
+    with pytest.raises(DataError, match="no tokenizer"):
+        load(spec.changed(tokenizer="bert"))
+
+
 def test_unknown_names_are_helped() -> None:
     with pytest.raises(ConfigError, match="did you mean 'tinystories'"):
         load(DataSpec(name="tinystory"))

@@ -6,6 +6,7 @@ Owns which kind of source a name means. A source's interface is the same for all
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,20 +99,19 @@ def store_of(
     the largest that has enough tokens is read.
     """
     found = found_locally(spec, folder)
-    if found is None:
-        store = _largest(spec)
-        if store is not None:
-            return store
-        found = sources.find(corpora.CORPORA[spec.name], folder)
-    tokens = load_tokens(spec.tokenizer, folder)
-    whole = Wanted(found=found, tokens=tokens, seed=spec.seed)
-    if spec.tokens is not None:
-        made = {path.name for path, _ in stores()}
-        if whole.key not in made:
-            return prepared(
-                Wanted(found=found, tokens=tokens, seed=spec.seed, limit=spec.tokens), report=report, wait=wait
-            )
-    return prepared(whole, report=report, wait=wait)
+    try:
+        if found is None:
+            store = _largest(spec)
+            if store is not None:
+                return store
+            found = sources.find(corpora.CORPORA[spec.name], folder)
+        tokens = load_tokens(spec.tokenizer, folder)
+    except DataError as error:
+        return _instead(spec, error)
+    wanted = Wanted(found=found, tokens=tokens, seed=spec.seed)
+    if spec.tokens is not None and wanted.key not in {path.name for path, _ in stores()}:
+        wanted = replace(wanted, limit=spec.tokens)
+    return prepared(wanted, report=report, wait=wait)
 
 
 def found_locally(spec: DataSpec, folder: Path | str | None) -> Found | None:
@@ -124,22 +124,34 @@ def found_locally(spec: DataSpec, folder: Path | str | None) -> Found | None:
 
 
 def _largest(spec: DataSpec) -> Store | None:
-    """The store of this name, tokenizer and seed that has the most training tokens."""
-    fitting = [
-        (index.splits["train"].tokens, path)
+    """The store of this name, tokenizer and seed that has the most training tokens, if they are enough."""
+    fitting = _fitting(spec)
+    if not fitting:
+        return None
+    tokens, path, whole = max(fitting)
+    return open_store(path) if whole or spec.tokens is None or tokens >= spec.tokens else None
+
+
+def _instead(spec: DataSpec, error: DataError) -> Store:
+    """What there is without text or tokenizer; when that is too little the error says how much it is."""
+    fitting = _fitting(spec) if spec.name in corpora.CORPORA and spec.tokenizer in ("gpt2", "bert", "bytes") else []
+    if not fitting:
+        raise error
+    store = _largest(spec)
+    if store is not None:
+        return store
+    tokens, path, _ = max(fitting)
+    raise DataError(
+        f"{path}: holds {tokens:,} training tokens, {spec.tokens:,} are asked for; lower tokens or bring the text ({error})"
+    ) from None
+
+
+def _fitting(spec: DataSpec) -> list[tuple[int, Path, bool]]:
+    return [
+        (index.splits["train"].tokens, path, index.whole)
         for path, index in stores()
         if index.name == spec.name and index.seed == spec.seed and _same_tokenizer(spec, index)
     ]
-    if not fitting:
-        return None
-    tokens, path = max(fitting)
-    store = open_store(path)
-    if spec.tokens is not None and tokens < spec.tokens and not store.index.whole:
-        raise DataError(
-            f"{path}: holds {tokens:,} training tokens, {spec.tokens:,} are asked for and the text is not here; "
-            f"lower tokens or bring the text"
-        )
-    return store
 
 
 def _same_tokenizer(spec: DataSpec, index: Index) -> bool:
