@@ -17,6 +17,8 @@ from oelm.models.shapes import Shape
 
 
 WORLD, STEPS = 2, 5
+KINDS = ("ddp", "ddp-addons", "ddp-unaware", "fsdp2", "fsdp2-addons")
+ADDONS = ("shift-keys", "head-gain")
 THAW = oelm.Thaw(order="top-down", start=1, end=3)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -65,7 +67,7 @@ def train(wrapped: nn.Module, inner: nn.Module, rank: int | None, again: Any = N
     return found
 
 
-def work(rank: int, kind: str, port: int, folder: str) -> None:
+def work(rank: int, port: int, folder: str) -> None:
     import os
 
     import torch.distributed as dist
@@ -74,31 +76,37 @@ def work(rank: int, kind: str, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     try:
-        inner = model(("shift-keys", "head-gain") if kind.endswith("addons") else ())
-        loss = Loss(inner)
-        if kind.startswith("ddp"):
-            wrapped = nn.parallel.DistributedDataParallel(loss)
-            again = None if kind == "ddp-unaware" else rewrap
-            found = train(wrapped, inner, rank, again)
-        else:
-            from torch.distributed.fsdp import fully_shard
-
-            for block in inner.blocks:
-                fully_shard(block)
-            fully_shard(loss)
-            found = train(loss, inner, rank)
-            oelm.save_compact(inner, Path(folder) / "compact")
-        torch.save(found, f"{folder}/{rank}.pt")
+        torch.save({kind: one(kind, rank, Path(folder)) for kind in KINDS}, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def in_two_processes(kind: str, folder: Path) -> list[list[dict[str, Tensor | None]]]:
+def one(kind: str, rank: int, folder: Path) -> list[dict[str, Tensor | None]]:
+    """One kind of training in this process."""
+    inner = model(ADDONS if kind.endswith("addons") else ())
+    loss = Loss(inner)
+    if kind.startswith("ddp"):
+        wrapped = nn.parallel.DistributedDataParallel(loss)
+        return train(wrapped, inner, rank, None if kind == "ddp-unaware" else rewrap)
+    from torch.distributed.fsdp import fully_shard
+
+    for block in inner.blocks:
+        fully_shard(block)
+    fully_shard(loss)
+    found = train(loss, inner, rank)
+    oelm.save_compact(inner, folder / kind)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[dict[str, Tensor | None]]]]]:
+    """What both processes found, for every kind: started once, since starting costs the most."""
+    folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (kind, port, str(folder)), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    torch.multiprocessing.spawn(work, (port, str(folder)), nprocs=WORLD)
+    return folder, [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
 def single(addons: tuple[str, ...] = ()) -> list[dict[str, Tensor | None]]:
@@ -116,23 +124,24 @@ def agree(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "ddp-addons", "fsdp2", "fsdp2-addons"])
-def test_gradients_after_each_thaw_equal_those_of_one_process(kind: str, tmp_path: Path) -> None:
-    expected = single(("shift-keys", "head-gain") if kind.endswith("addons") else ())
+def test_gradients_after_each_thaw_equal_those_of_one_process(kind: str, ranks: Any) -> None:
+    expected = single(ADDONS if kind.endswith("addons") else ())
     flags = [sum(g is not None for g in step.values()) for step in expected]
     assert flags[0] < flags[1] == flags[2] < flags[3]
-    for rank in in_two_processes(kind, tmp_path):
-        assert all(agree(a, b) for a, b in zip(rank, expected, strict=True))
-    if kind == "fsdp2":
-        fresh = model()
-        oelm.load_compact(fresh, tmp_path / "compact")
-        oelm.verify(fresh)
+    for rank in ranks[1]:
+        assert all(agree(a, b) for a, b in zip(rank[kind], expected, strict=True))
 
 
-def test_without_a_new_wrapping_thawed_gradients_are_not_averaged(tmp_path: Path) -> None:
+def test_without_a_new_wrapping_thawed_gradients_are_not_averaged(ranks: Any) -> None:
     """Why `rewrap` is needed: no error, other gradients."""
     expected = single()
-    ranks = in_two_processes("ddp-unaware", tmp_path)
+    found = [rank["ddp-unaware"] for rank in ranks[1]]
     name = "blocks.1.attn.q.weight"
-    assert all(agree(rank[0], expected[0]) for rank in ranks)
-    assert ranks[0][1][name] is not None
-    assert not torch.allclose(ranks[0][1][name], expected[1][name])
+    assert all(agree(rank[0], expected[0]) for rank in found)
+    assert not torch.allclose(found[0][1][name], expected[1][name])
+
+
+def test_sharded_models_are_saved_whole(ranks: Any) -> None:
+    fresh = model()
+    oelm.load_compact(fresh, ranks[0] / "fsdp2")
+    oelm.verify(fresh)

@@ -288,8 +288,9 @@ def _flops(
             _, everything = _pass(trained, make(batch, length))
             attention = _quadratic(trained, make, batch, length, everything) if causal else None
             break
-        except MethodError:
-            raise
+        except MethodError as error:
+            notes.append(str(error))
+            return None
         except Exception as error:  # whatever a foreign forward may raise: the parameters and bytes still stand
             reason = " ".join(str(error).split())[:160] or type(error).__name__
     else:
@@ -336,9 +337,10 @@ def _plainest(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "fused", None), bool):  # ours
             module.fused = False  # type: ignore[assignment]
-    choose = getattr(model, "set_attn_implementation", None)  # Hugging Face's
-    if choose is not None:
-        choose("eager")
+    for module in model.modules():
+        config = getattr(module, "config", None)  # Hugging Face's; read at every call
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = "eager"  # type: ignore[union-attr]
 
 
 def _quadratic(
@@ -362,7 +364,7 @@ def is_causal(model: nn.Module) -> bool:
     if shape is not None and hasattr(shape, "causal"):
         return bool(shape.causal)
     said = {bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")}
-    return said == {True}
+    return said == {True} or (not said and type(model).__name__.endswith("ForCausalLM"))
 
 
 def default_length(model: nn.Module) -> int:
@@ -381,11 +383,10 @@ def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Tenso
         names = list(inspect.signature(model.forward).parameters)
         if getattr(model, "shape", None) is None or not names:
             raise MethodError(
-                f"account: the inputs of {type(model).__name__} are not known; "
+                f"FLOPs not counted: the inputs of {type(model).__name__} are not known; "
                 "give inputs=lambda batch, length: {'name': tensor on the meta device}"
             )
         return {names[0]: ids}
-    config.use_cache = False
     main = getattr(model, "main_input_name", "input_ids")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     arguments: dict[str, Tensor] = {}
