@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oelm.data.batches import Order, padded, padded_length, part, shuffled
@@ -23,6 +23,7 @@ def test_the_shuffle_is_fixed_for_ever() -> None:
 GOLDEN = [0, 1, 4, 2, 6, 5, 7, 3]
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(1, 20), st.booleans(), st.integers(0, 2**63 - 1), st.integers(0, 3))
 def test_an_epoch_reads_every_example(sizes: list[int], batch: int, bucketing: bool, seed: int, epoch: int) -> None:
     order = Order(sizes, bucketing=bucketing)
@@ -34,6 +35,7 @@ def test_an_epoch_reads_every_example(sizes: list[int], batch: int, bucketing: b
     assert counts.max() - counts.min() <= 1  # only what fills the last batch up is read once more
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(1, 20), st.booleans(), st.integers(0, 200))
 def test_a_batch_depends_on_its_arguments_alone(sizes: list[int], batch: int, bucketing: bool, step: int) -> None:
     used, fresh = Order(sizes, bucketing=bucketing), Order(sizes, bucketing=bucketing)
@@ -42,6 +44,7 @@ def test_a_batch_depends_on_its_arguments_alone(sizes: list[int], batch: int, bu
     assert np.array_equal(used.train(seed=1, step=step, batch=batch), fresh.train(seed=1, step=step, batch=batch))
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(1, 20), st.booleans())
 def test_evaluation_reads_every_example_once(sizes: list[int], batch: int, bucketing: bool) -> None:
     order = Order(sizes, bucketing=bucketing)
@@ -75,6 +78,7 @@ def test_waste_is_the_share_of_padding() -> None:
     assert order.waste(2, 64) == pytest.approx(1 - 48 / (2 * sum(widths)))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 6))
 def test_ranks_make_up_the_batch(share: int, world: int) -> None:
     rows = np.arange(share * world)
@@ -102,6 +106,7 @@ def test_widths_are_few() -> None:
         padded_length(99, 512, pad_to=64)
 
 
+@settings(deadline=None)
 @given(lengths, st.data())
 def test_padding_keeps_every_token(sizes: list[int], data: st.DataObject) -> None:
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

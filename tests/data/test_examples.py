@@ -89,6 +89,7 @@ def test_single_texts_are_the_tokenizers_own(bert: Tokens, texts: list[str], con
     assert arrays["labels"].tolist() == list(range(len(texts)))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(2, 80))
 def test_longest_first_cuts_one_token_at_a_time(first: int, second: int, room: int) -> None:
     one, other = first, second

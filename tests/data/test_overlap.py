@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oelm.data.overlap import carve, duplicates, normal_form
@@ -31,6 +31,7 @@ def test_texts_without_words_stay_apart() -> None:
     assert normal_form(":-)") != normal_form(":-(")
 
 
+@settings(deadline=None)
 @given(texts, st.integers(0, 2**63 - 1))
 def test_near_equal_texts_stay_on_one_side(keys: list[str], seed: int) -> None:
     if len({normal_form(key) for key in keys}) < 3:

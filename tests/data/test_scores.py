@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, f1_score, precision_recall_fscore_support
 
@@ -25,6 +25,7 @@ labels = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, m
 sentences = st.lists(st.tuples(st.sampled_from(TAGS), st.sampled_from(TAGS)), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(labels)
 def test_accuracy_and_macro_f1_are_scikit_learns(pairs: list[tuple[int, int]]) -> None:
     truth, said = (np.array(side) for side in zip(*pairs, strict=True))
@@ -66,6 +67,7 @@ def _slow_spans(tags: list[str]) -> set[tuple[str, int, int]]:
     return spans
 
 
+@settings(deadline=None)
 @given(st.lists(sentences, min_size=1, max_size=5))
 def test_entity_scores_count_exact_spans(data: list[list[tuple[str, str]]]) -> None:
     truth = [[pair[0] for pair in sentence] for sentence in data]
