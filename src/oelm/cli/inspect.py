@@ -16,7 +16,10 @@ from oelm.errors import ConfigError, nearest
 # the configuration's type and what differs from that type's defaults.
 BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-base-uncased": ("bert", {}),
-    "t5-small": ("t5", {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128}),
+    "t5-small": (
+        "t5",
+        {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128},
+    ),
     "facebook/bart-base": (
         "bart",
         {
@@ -44,7 +47,9 @@ def register(app: typer.Typer) -> None:
 
 def inspect(
     name: str = typer.Argument(
-        ..., metavar="NAME_OR_CONFIG", help="A preset (bert-base, gpt-512), or a Hugging Face config.json or its folder."
+        ...,
+        metavar="NAME_OR_CONFIG",
+        help="A preset (bert-base, gpt-512), or a Hugging Face config.json or its folder.",
     ),
     variant: str = typer.Option("oelm-freeze", "--variant", help="The treatment to account for."),
     classes: int = typer.Option(None, "--classes", min=1, help="Labels of a classifier [bert-base: 3]."),
@@ -117,10 +122,9 @@ def _from_file(name: str, classes: int | None) -> Any:
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{file}: is not a Hugging Face config.json (a JSON table with model_type)") from None
     transformers = _transformers()
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
-        raise ConfigError(f"{file}: model_type {kind!r} is unknown here; {nearest(str(kind), CONFIG_MAPPING_NAMES)}")
+    known_types = list(transformers.CONFIG_MAPPING.keys())
+    if not isinstance(kind, str) or kind not in known_types:
+        raise ConfigError(f"{file}: model_type {kind!r} is unknown here; {nearest(str(kind), known_types)}")
     try:
         config = transformers.AutoConfig.for_model(kind).from_dict(data)
     except Exception as error:  # a foreign configuration's own checks may raise anything

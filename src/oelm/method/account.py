@@ -282,7 +282,7 @@ def _flops(
     causal = is_causal(plain)
     base = getattr(applied, "base_model", applied)  # some heads of Hugging Face look at token numbers: not on meta
     for body in (applied, base) if base is not applied and inputs is None else (applied,):
-        trained = on_meta(plain if body is applied else plain.base_model).requires_grad_(True)  # type: ignore[operator]
+        trained = on_meta(plain if body is applied else getattr(plain, "base_model", plain)).requires_grad_(True)
         try:
             forward, total = _pass(body, make(batch, length))
             _, everything = _pass(trained, make(batch, length))
@@ -322,8 +322,9 @@ def _pass(model: nn.Module, arguments: Mapping[str, Tensor]) -> tuple[int, int]:
     _plainest(model)
     with counter, torch.enable_grad():
         output = model(**arguments)
-        if getattr(model, "shape", None) is not None and hasattr(model, "logits"):
-            output = model.logits(output)  # ours gives features, its head is called apart
+        head = getattr(model, "logits", None)
+        if getattr(model, "shape", None) is not None and callable(head):
+            output = head(output)  # ours gives features, its head is called apart
         forward = counter.get_total_flops()
         leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if leaves:

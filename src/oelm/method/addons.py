@@ -69,7 +69,7 @@ class Addons(nn.Module):
 
     def query(self, q: Tensor) -> Tensor:
         """The query with its gains."""
-        gain = self.channel_gain
+        gain: Tensor | None = self.channel_gain
         if self.head_gain is not None:
             per_head = self.head_gain[:, None]
             gain = per_head if gain is None else gain * per_head

@@ -136,10 +136,10 @@ class HookedAddons(Addons):
         if output.dim() != 3:
             raise MethodError("add-ons: tokens without a batch dimension (unpadded) do not say what a key follows")
         if output.shape[-1] == heads * self.head_dim:
-            return act(output.unflatten(-1, (heads, self.head_dim))).flatten(-2)
+            return act(torch.unflatten(output, -1, (heads, self.head_dim))).flatten(-2)
         start, end = self.spans[role]  # still fused with the other roles
-        units = output.unflatten(-1, (self.groups, -1, self.head_dim))
-        own = act(units[..., start:end, :].flatten(-3, -2)).unflatten(-2, (self.groups, end - start))
+        units = torch.unflatten(output, -1, (self.groups, -1, self.head_dim))
+        own = torch.unflatten(act(units[..., start:end, :].flatten(-3, -2)), -2, (self.groups, end - start))
         return torch.cat((units[..., :start, :], own, units[..., end:, :]), dim=-2).flatten(-3)
 
     def _mixed(self, keys: Tensor) -> Tensor:
@@ -168,7 +168,8 @@ class HookedAddons(Addons):
         if self.cache is not None and self.last is not None and not module.training:
             layer = self.cache.layers[self.layer_index]
             if not getattr(layer, "remembers_key", False):
-                layer.__class__ = _remembering(type(layer))
+                kind: Any = type(layer)
+                layer.__class__ = _remembering(kind)
             layer.last_key, layer.last_seen = self.last, int(layer.get_seq_length())
         self.cache = self.last = None
 
@@ -264,7 +265,7 @@ def stack_of(model: nn.Module, site: Site) -> nn.Module | None:
     path = site.name
     while path:
         path = path.rpartition(".")[0]
-        module = modules[path]
+        module: nn.Module = modules[path]
         if hasattr(module, "main_input_name") and hasattr(module, "config"):
             names = inspect.signature(module.forward).parameters
             if any(name in names for name in INPUTS):

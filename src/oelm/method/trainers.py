@@ -49,7 +49,7 @@ def trainer_callback(total_steps: int | None = None) -> Any:
     """
     from transformers import TrainerCallback
 
-    class OelmCallback(TrainerCallback):  # type: ignore[misc]
+    class OelmCallback(TrainerCallback):
         def __init__(self) -> None:
             self.schedule: Schedule | None = None
 
@@ -83,7 +83,7 @@ def lightning_callback(total_steps: int | None = None) -> Any:
     """
     from lightning import Callback
 
-    class OelmCallback(Callback):  # type: ignore[misc]
+    class OelmCallback(Callback):
         def __init__(self) -> None:
             self.schedule: Schedule | None = None
 
