@@ -20,7 +20,7 @@ from oelm.errors import OelmError
 from oelm.study import cost
 from oelm.study.folder import folder_bytes, look, records, run_folders
 from oelm.study.rows import Planned, Study, cells, chosen_rates, expand
-from oelm.study.runner import Options, chosen_rows
+from oelm.study.runner import Options
 
 
 ALPHA = 0.05
@@ -146,7 +146,7 @@ def make_plan(study: Study, runs: Path, options: Options | None = None) -> Plan:
 def _rows(study: Study, folder: Path, rates: Mapping[str, float], options: Options) -> list[tuple[Planned, str]]:
     """Every run with its state; a comparison whose rate is not chosen yet is `waiting`, under a rate that stands in."""
     stand_in = {} if study.tuning is None else dict.fromkeys(_tuned_cells(study), study.tuning.rates[0])
-    every = chosen_rows(expand(study, stand_in | dict(rates), options.overrides), options.rows, study)
+    every = expand(study, stand_in | dict(rates), options.overrides, options.rows)
     result: list[tuple[Planned, str]] = []
     for one in every:
         waiting = study.tuning is not None and one.purpose == "compare" and one.cell not in rates

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -448,48 +448,74 @@ def _slug(text: str) -> str:
 
 
 def expand(
-    study: Study, rates: Mapping[str, float] | None = None, overrides: Mapping[str, Any] | None = None
+    study: Study,
+    rates: Mapping[str, float] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    names: Iterable[str] = (),
 ) -> list[Planned]:
     """Every run that can be named now: rows, tuning runs, and comparison runs of cells whose rate is known.
 
     `rates` is what `chosen_rates` returns; without tuning every comparison run is known from the start.
-    `overrides` (the --set of a command) are applied last to every run.
+    `names` keeps rows, arms, cells and axis labels of these names; `overrides` (the --set of a command) then change
+    every run that is kept.
     """
     rates = rates or {}
-    overrides = overrides or {}
-    planned = [_row(study, row, overrides) for row in study.rows]
+    planned = [_row(study, row) for row in study.rows]
     every = cells(study)
     for cell in every:
         if study.tuning and cell.tuned_by == cell.name:
-            planned += _tuning_runs(study.tuning, cell, overrides)
+            planned += _tuning_runs(study.tuning, cell)
     for cell in every:
-        planned += _comparison_runs(study, cell, rates, overrides)
-    _refuse_doubles(planned, by_hand=bool(overrides))
-    return planned
+        planned += _comparison_runs(study, cell, rates)
+    _refuse_doubles(planned)
+    return [_overridden(one, overrides) for one in _named(planned, tuple(names), study)]
 
 
-def _row(study: Study, row: Row, overrides: Mapping[str, Any]) -> Planned:
+def _named(planned: list[Planned], names: tuple[str, ...], study: Study) -> list[Planned]:
+    if not names:
+        return planned
+    known = {word for one in planned for word in _words(one)}
+    # rows of comparisons whose rate is not chosen yet have no name, but their arms and cells have
+    known |= {word for cell in cells(study) for word in (cell.arm, cell.name)}
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--rows: {name!r} is no row, arm, cell or axis label of {study.name}; {nearest(name, known)}"
+            )
+    return [one for one in planned if _words(one) & set(names)]
+
+
+def _words(one: Planned) -> set[str]:
+    return {one.row, one.arm, one.cell, *(value for value in one.at.values() if isinstance(value, str))}
+
+
+def _overridden(one: Planned, overrides: Mapping[str, Any] | None) -> Planned:
+    if not overrides:
+        return one
+    run = Run.read(with_overrides(one.run.model_dump(), overrides), where=f"row {one.row} with --set")
+    return replace(one, run=run, id=run_id(one.row, run))
+
+
+def _row(study: Study, row: Row) -> Planned:
     arm = row.arm or _row_arm(study, row)
     settings = with_overrides(study.base, row.set)
-    return _planned(row.name, arm, "original", settings, overrides, row.name, {}, tuple(row.notes))
+    return _planned(row.name, arm, "original", settings, row.name, {}, tuple(row.notes))
 
 
-def _tuning_runs(tuning: Tuning, cell: Cell, overrides: Mapping[str, Any]) -> Iterator[Planned]:
+def _tuning_runs(tuning: Tuning, cell: Cell) -> Iterator[Planned]:
     for rate in tuning.rates:
         for seed in tuning.seeds:
             settings = with_overrides(cell.settings, {"optimizer.lr": rate, "seed": seed})
             if tuning.share < 1:
                 settings["budget"] = _shared(settings.get("budget", {}), tuning.share)
             name = f"{cell.name}-tune-lr{rate:g}-s{seed}"
-            yield _planned(name, cell.arm, "tune", settings, overrides, cell.name, cell.at)
+            yield _planned(name, cell.arm, "tune", settings, cell.name, cell.at)
 
 
-def _comparison_runs(
-    study: Study, cell: Cell, rates: Mapping[str, float], overrides: Mapping[str, Any]
-) -> Iterator[Planned]:
+def _comparison_runs(study: Study, cell: Cell, rates: Mapping[str, float]) -> Iterator[Planned]:
     fresh = study.comparison
     if fresh is None:
-        yield _planned(cell.name, cell.arm, "compare", cell.settings, overrides, _without(cell, study), cell.at)
+        yield _planned(cell.name, cell.arm, "compare", cell.settings, _without(cell, study), cell.at)
         return
     if (fresh.arms is not None and cell.arm not in fresh.arms) or (study.tuning and cell.name not in rates):
         return
@@ -498,7 +524,7 @@ def _comparison_runs(
         if study.tuning:
             changes["optimizer.lr"] = rates[cell.name]
         settings = with_overrides(cell.settings, changes)
-        yield _planned(f"{cell.name}-s{seed}", cell.arm, "compare", settings, overrides, cell.name, cell.at)
+        yield _planned(f"{cell.name}-s{seed}", cell.arm, "compare", settings, cell.name, cell.at)
 
 
 def _without(cell: Cell, study: Study) -> str:
@@ -511,12 +537,11 @@ def _planned(
     arm: str,
     purpose: Purpose,
     settings: Mapping[str, Any],
-    overrides: Mapping[str, Any],
     cell: str,
     at: dict[str, Any],
     notes: tuple[str, ...] = (),
 ) -> Planned:
-    run = Run.read(with_overrides(settings, overrides), where=f"row {row}")
+    run = Run.read(settings, where=f"row {row}")
     return Planned(row, arm, purpose, run, run_id(row, run), cell, at, notes)
 
 
@@ -530,8 +555,8 @@ def _shared(budget: Mapping[str, Any], share: float) -> dict[str, Any]:
     return scaled
 
 
-def _refuse_doubles(planned: list[Planned], *, by_hand: bool) -> None:
-    """No row twice, no run under two names; a --set may make rows equal, and they then run side by side."""
+def _refuse_doubles(planned: list[Planned]) -> None:
+    """No row twice, no run under two names (a --set may make runs equal; they then have folders of their own)."""
     rows: set[str] = set()
     ids: dict[str, str] = {}
     for one in planned:
@@ -539,7 +564,7 @@ def _refuse_doubles(planned: list[Planned], *, by_hand: bool) -> None:
             raise ConfigError(f"row {one.row!r} is there twice; rename one or remove it")
         rows.add(one.row)
         same = ids.setdefault(one.run.identity(), one.row)
-        if same != one.row and not by_hand:
+        if same != one.row:
             raise ConfigError(
                 f"rows {same!r} and {one.row!r} are the same run (identity {one.run.identity()}); remove one"
             )
@@ -587,10 +612,10 @@ def _choices(
 ) -> dict[str, float | None]:
     known = {record.get("run_id"): record for record in records}
     scores: dict[str, dict[float, list[float | None]]] = {}
-    for one in expand(study, overrides=overrides):
-        if one.purpose == "tune":
-            value = _score(known.get(one.id), tuning.select)
-            scores.setdefault(one.cell, {}).setdefault(one.run.optimizer.lr, []).append(value)
+    tuned = (one for cell in cells(study) if cell.tuned_by == cell.name for one in _tuning_runs(tuning, cell))
+    for one in tuned:
+        value = _score(known.get(_overridden(one, overrides).id), tuning.select)
+        scores.setdefault(one.cell, {}).setdefault(one.run.optimizer.lr, []).append(value)
     chosen: dict[str, float | None] = {}
     for cell in cells(study):
         rates = scores.get(cell.tuned_by)

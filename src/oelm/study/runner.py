@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oelm.errors import ConfigError, MachineError, Preempted, nearest
+from oelm.errors import MachineError, Preempted
 from oelm.study import claim, cost, devices
 from oelm.study.folder import SCHEMA, look, records
 from oelm.study.rows import Planned, Study, chosen_rates, expand, rates_that_failed
@@ -68,24 +68,7 @@ def wanted(study: Study, folder: Path, options: Options | None = None) -> list[P
     """Every run that can be named now, given what the folder's records say about rates."""
     options = options or Options()
     rates = chosen_rates(study, records(folder), options.overrides)
-    return chosen_rows(expand(study, rates, options.overrides), options.rows, study)
-
-
-def chosen_rows(planned: list[Planned], names: tuple[str, ...], study: Study) -> list[Planned]:
-    """The rows that `--rows` asks for: by row, arm, cell, or the label of a point of an axis."""
-    if not names:
-        return planned
-    known = {word for one in planned for word in _words(one)} | set(study.arm_names())
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"--rows: {name!r} is no row, arm, cell or axis label of {study.name}; {nearest(name, known)}"
-            )
-    return [one for one in planned if _words(one) & set(names)]
-
-
-def _words(one: Planned) -> set[str]:
-    return {one.row, one.arm, one.cell, *(value for value in one.at.values() if isinstance(value, str))}
+    return expand(study, rates, options.overrides, options.rows)
 
 
 def task_of(one: Planned, study: str, folder: Path, device: str, options: Options) -> dict[str, Any]:

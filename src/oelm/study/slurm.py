@@ -22,7 +22,7 @@ from oelm.errors import MachineError, StudyIncomplete
 from oelm.study import claim
 from oelm.study.folder import look, records
 from oelm.study.rows import Planned, Slurm, Study, chosen_rates, expand, rates_that_failed
-from oelm.study.runner import Options, chosen_rows, task_of
+from oelm.study.runner import Options, task_of
 from oelm.study.worker import TRAINER
 
 
@@ -224,7 +224,7 @@ def submit(
 
 def _left(study: Study, folder: Path, options: Options) -> list[Planned]:
     rates = chosen_rates(study, records(folder), options.overrides)
-    planned = chosen_rows(expand(study, rates, options.overrides), options.rows, study)
+    planned = expand(study, rates, options.overrides, options.rows)
     queued = _queued(folder)
     states = {one.id: look(folder / one.id).state for one in planned}
     return [one for one in planned if states[one.id] not in ("done", "diverged", "running") and one.id not in queued]
