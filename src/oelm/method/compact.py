@@ -7,9 +7,7 @@ touches the model; it refuses what differs, by name. Nothing is ever unpickled; 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import secrets
 import shutil
 import warnings
@@ -24,8 +22,9 @@ from torch import Tensor, nn
 
 from oelm.errors import CheckpointError, FrozenWeightsChanged, MachineError, MethodError
 from oelm.method import matrices
-from oelm.method.account import on_meta
 from oelm.method.apply import convert
+from oelm.method.flops import on_meta
+from oelm.method.folder import RECORD, checksum, put_in_place, sha256, sync, write_json
 from oelm.method.projections import Site, find_sites
 from oelm.method.record import ATTRIBUTE, Entry, Record, digest, holder_of, record_of, verify
 from oelm.method.split import Slice
@@ -33,7 +32,6 @@ from oelm.method.variant import name_of
 
 
 TENSORS = "model.safetensors"
-RECORD = "oelm.json"
 MAX_RECORD_BYTES = 64_000_000
 
 
@@ -56,10 +54,10 @@ def save_compact(model: nn.Module, path: str | Path) -> Path:
     try:
         temporary.mkdir(parents=True)
         save_file(kept, temporary / TENSORS, metadata={"format": "pt"})
-        _sync(temporary / TENSORS)
-        _write_json(temporary, _document(holder, record, "compact", left_out, [temporary / TENSORS]))
-        _sync(temporary)
-        _put_in_place(temporary, path)
+        sync(temporary / TENSORS)
+        write_json(temporary, _document(holder, record, "compact", left_out, [temporary / TENSORS]))
+        sync(temporary)
+        put_in_place(temporary, path)
     except OSError as error:
         raise MachineError(
             f"{path}: cannot be written ({error.strerror or error}); check disk and permissions"
@@ -126,7 +124,7 @@ def save_pretrained(model: nn.Module, path: str | Path, **options: Any) -> None:
 def write_record(model: nn.Module, folder: str | Path) -> None:
     """Write oelm.json into the folder of a full checkpoint, for `restore`."""
     holder, record = _converted(model, "write_record")
-    _write_json(Path(folder), _document(holder, record, "full", [], []))
+    write_json(Path(folder), _document(holder, record, "full", [], []))
 
 
 def restore(model: nn.Module, path: str | Path) -> None:
@@ -198,46 +196,9 @@ def _document(holder: nn.Module, record: Record, kind: str, left_out: list[str],
     data = {"format": kind, "name": name_of(record.variant)} | record.to_dict()
     data["left_out"] = left_out
     data["thawed"] = [name for name in record.thawing if parameters[name].requires_grad]
-    data["files"] = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
-    data["checksum"] = _checksum(data)
+    data["files"] = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
+    data["checksum"] = checksum(data)
     return data
-
-
-def _checksum(document: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in document.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_json(folder: Path, document: Mapping[str, Any]) -> None:
-    temporary = folder / f".{RECORD}.{secrets.token_hex(4)}.tmp"
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, folder / RECORD)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """To disk: a rename may otherwise arrive there before what it names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _put_in_place(temporary: Path, path: Path) -> None:
-    """Give the finished folder its name; one that had it is removed only after."""
-    old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
-    if path.exists():
-        os.rename(path, old)
-    os.rename(temporary, path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Record]:
@@ -272,7 +233,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Record]:
 
 def _check_document(document: Mapping[str, Any], path: Path) -> None:
     """Last, so that a difference in what it records is named first."""
-    if document.get("checksum") != _checksum(document):
+    if document.get("checksum") != checksum(document):
         raise CheckpointError(f"{path / RECORD}: its checksum differs, so it was edited or damaged; use another copy")
 
 
@@ -361,7 +322,7 @@ def _load_tensors(path: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{file}: {size:,} bytes where {recorded.get('bytes')} were saved; truncated or replaced: use another copy"
         )
-    if _sha256(file) != recorded.get("sha256"):
+    if sha256(file) != recorded.get("sha256"):
         raise CheckpointError(
             f"{file}: its SHA-256 is not the recorded one; damaged or from another run: use another copy"
         )
