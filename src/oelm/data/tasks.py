@@ -1,7 +1,6 @@
 """A task's data set as a source of batches: found, split honestly, tokenised once, kept in one file.
 
-Selection reads validation, which is carved from train by hash where a set has none; near-equal texts stay on one side,
-and the test split stays whole. Refuses labels, columns and splits that do not fit, in one line with file and row.
+Owns what a task's settings mean and what is said of its data. Refuses columns, settings and splits that do not fit.
 
 `open_task` gives the source; `prepare_task` makes it anew; `describe` says what is in it (for `oelm data inspect`);
 `pack` and `unpack` carry it to a machine that has neither the text nor the tokenizer.
@@ -9,24 +8,24 @@ and the test split stays whole. Refuses labels, columns and splits that do not f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 
 from oelm.data import overlap, prepared, sources
-from oelm.data.batches import shuffled
 from oelm.data.disk import held, saving
 from oelm.data.examples import Arrays, classify_arrays, qa_arrays, tag_arrays
 from oelm.data.prepared import Prepared
 from oelm.data.recall import RecallSource
-from oelm.data.sources import SPLITS, FilesFound, Found
+from oelm.data.sources import FilesFound, Found
 from oelm.data.spec import DataSpec
+from oelm.data.splits import Rows, honest_splits
 from oelm.data.store import stores_folders
-from oelm.data.tables import Labelled, Labels, Row, Tagged, label_names, labelled, questions, tag_names, tagged
-from oelm.data.task_table import ELSEWHERE, HUB_ORDER, TASKS, UNLABELLED
+from oelm.data.tables import Labelled, Tagged
+from oelm.data.task_table import TASKS
 from oelm.data.tokens import Tokens, load_tokens
 from oelm.errors import ConfigError, DataError, nearest
 from oelm.values import digest
@@ -39,26 +38,8 @@ Progress = Callable[[str, int, int], None]  # split, examples done, examples in 
 
 _ROLES = {"classify": ("text", "label"), "tag": ("tokens", "tags"), "qa": ("context", "question", "answers")}
 _MORE_ROLES: dict[str, tuple[str, ...]] = {"classify": ("text2",), "tag": (), "qa": ()}
-_LOCAL_CARVE = {"validation": 0.1, "test": 0.1}
-_ENOUGH = 1000  # examples that a carved split should have, where a tenth of train gives them
 _SAMPLES = 3
-_LIMIT = 0x6C69  # the stream of the seed that chooses `examples` of them
 _RULE = 1  # raise when the same text gives other arrays than before
-
-
-@dataclass
-class _Rows:
-    """The examples of one split before they are tokens: each with its key (near-equal keys stay together) and text."""
-
-    items: list[Any]  # (text, second, label) | (words, tags) | Question
-    keys: list[str]
-    texts: list[str]
-    left_out: int = 0
-
-    def chosen(self, numbers: Iterable[int]) -> _Rows:
-        wanted = list(numbers)
-        items, keys, texts = ([values[n] for n in wanted] for values in (self.items, self.keys, self.texts))
-        return _Rows(items, keys, texts)
 
 
 def open_task(
@@ -264,8 +245,7 @@ def _fingerprint(spec: DataSpec, found: Found, tokens: Tokens) -> str:
 def _prepared(spec: DataSpec, found: Found, tokens: Tokens, progress: Progress | None) -> Prepared:
     kind = _kind(spec)
     fingerprint = _fingerprint(spec, found, tokens)
-    labels, rows, counts = _read(spec, found)
-    rows = _limited(spec, _honest(spec, found, rows))
+    labels, rows, counts = honest_splits(spec, kind, found)
     arrays: dict[str, Arrays] = {}
     for split, part in rows.items():
         tell = _teller(progress, split)
@@ -296,110 +276,11 @@ def _prepared(spec: DataSpec, found: Found, tokens: Tokens, progress: Progress |
     return source
 
 
-def _read(spec: DataSpec, found: Found) -> tuple[tuple[str, ...], dict[str, _Rows], dict[str, int]]:
-    """Labels, the rows of every split there is, and how many rows its files have."""
-    places: dict[str, Found] = dict.fromkeys(found.splits, found)
-    other = ELSEWHERE.get(spec.name)
-    if other is not None and "test" not in places and (more := sources.find_hub(other)) is not None:
-        places["test"] = more
-    if "train" not in places:
-        raise DataError(f"{spec.name}: has no training rows; expected {found.dataset.expected()}")
-    labels = _labels(spec, found)
-    rows: dict[str, _Rows] = {}
-    counts: dict[str, int] = {}
-    for split in SPLITS:
-        if split in places and not (split == "validation" and spec.selection == "test"):
-            counter = _Counter(places[split].rows(split))
-            rows[split] = _parsed(spec, counter, labels, _where(places[split], split), split)
-            counts[split] = counter.count
-    if spec.selection == "test" and "test" not in rows and spec.name != "local":
-        raise DataError(f'{spec.name}: selection = "test" needs a test split, and {found.place} has none')
-    return labels.names, rows, counts
-
-
-class _Counter:
-    """Rows as they come, counted."""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = rows
-        self.count = 0
-
-    def __iter__(self) -> Iterator[Row]:
-        for row in self._rows:
-            self.count += 1
-            yield row
-
-
-def _labels(spec: DataSpec, found: Found) -> Labels:
-    kind = _kind(spec)
-    if kind == "qa":
-        return Labels(())
-    where = _where(found, "train")
-    if spec.name == "local":
-        read = label_names if kind == "classify" else tag_names
-        return Labels(read(found.rows("train"), where))
-    known = isinstance(found, FilesFound) and found.layout in found.dataset.layouts
-    return Labels(
-        found.dataset.labels,
-        order=None if known else HUB_ORDER.get(spec.name),
-        unlabelled=UNLABELLED.get(spec.name),
-    )
-
-
-def _parsed(spec: DataSpec, rows: Iterable[Row], labels: Labels, where: str, split: str) -> _Rows:
-    kind = _kind(spec)
-    if kind == "classify":
-        read = labelled(rows, labels, where)
-        seconds: list[str] | list[None] = read.seconds if read.seconds is not None else [None] * len(read.texts)
-        joined = [
-            text if second is None else f"{text}\n{second}" for text, second in zip(read.texts, seconds, strict=True)
-        ]
-        return _Rows(list(zip(read.texts, seconds, read.labels, strict=True)), read.texts, joined, read.unlabelled)
-    if kind == "tag":
-        sentences = tagged(rows, labels.names, where)
-        joined = [" ".join(words) for words in sentences.words]
-        return _Rows(list(zip(sentences.words, sentences.tags, strict=True)), joined, joined)
-    found = questions(rows, where)
-    kept = [question for question in found if not (split == "train" and question.ambiguous)]
-    texts = [f"{question.context}\n{question.question}" for question in kept]
-    return _Rows(list(kept), [question.group for question in kept], texts, len(found) - len(kept))
-
-
-def _honest(spec: DataSpec, found: Found, rows: Mapping[str, _Rows]) -> dict[str, _Rows]:
-    """The splits, with those that are missing carved from train."""
-    shares = _LOCAL_CARVE if spec.name == "local" else found.dataset.carve
-    train = rows["train"]
-    small = min(0.1, _ENOUGH / max(1, len(train.items)))
-    wanted = {split: max(share, small) for split, share in shares.items() if split not in rows}
-    if spec.selection == "test":
-        wanted.pop("validation", None)
-    if not wanted:
-        return dict(rows)
-    sides = overlap.carve(train.keys, wanted, spec.seed, where=_where(found, "train"))
-    split_up = dict(rows)
-    for split in ("train", *wanted):
-        split_up[split] = train.chosen(number for number, side in enumerate(sides) if side == split)
-        if not split_up[split].items:
-            raise DataError(f"{_where(found, 'train')}: nothing is left for {split}; give more rows")
-    split_up["train"].left_out = train.left_out
-    return {split: split_up[split] for split in SPLITS if split in split_up}
-
-
-def _limited(spec: DataSpec, rows: dict[str, _Rows]) -> dict[str, _Rows]:
-    """`examples` of the training rows, chosen by the seed: files are often sorted by label."""
-    train = rows["train"]
-    if spec.examples is None or spec.examples >= len(train.items):
-        return rows
-    few = train.chosen(np.sort(shuffled(len(train.items), spec.seed, _LIMIT)[: spec.examples]).tolist())
-    few.left_out = train.left_out
-    return rows | {"train": few}
-
-
 def _provenance(
     spec: DataSpec,
     found: Found,
     tokens: Tokens,
-    rows: Mapping[str, _Rows],
+    rows: Mapping[str, Rows],
     counts: Mapping[str, int],
     arrays: Mapping[str, Arrays],
 ) -> dict[str, Any]:
@@ -440,13 +321,6 @@ def _provenance(
         "selection": spec.selection,
         "note": "; ".join(note for note in notes if note),
     }
-
-
-def _where(found: Found, split: str) -> str:
-    """The file of a split for messages, or the set and the split where there are several."""
-    if isinstance(found, FilesFound) and len(found.files.get(split, ())) == 1:
-        return str(found.files[split][0])
-    return f"{found.dataset.name} ({split})"
 
 
 def _teller(progress: Progress | None, split: str) -> Callable[[int, int], None] | None:
