@@ -1,6 +1,6 @@
 """The vocabulary loss as one kernel between three matrix products, for CUDA devices with Triton.
 
-The logits are made once, in bfloat16 (whose range the kernel needs) and padded to a width the tensor cores like; one kernel replaces them by
+The logits are made once, in bfloat16 and padded to a width the tensor cores like; one kernel replaces them by
 softmax minus one-hot in place. No float32 copy of them ever exists. Equal to `plain_vocabulary_loss` within the
 rounding of the logits. Owns the kernel and its autograd; refuses to choose: `oelm.models.vocabulary` does.
 """
@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+TRITON = importlib.util.find_spec("triton") is not None
 LANES = 64  # logits' rows start on this many elements: unaligned rows cost the products a factor of seven on an H200
 
 
 def usable(hidden: Tensor, dtype: torch.dtype) -> bool:
     """Whether the fused form can take these features, computed in this precision."""
-    return hidden.is_cuda and dtype == torch.bfloat16 and importlib.util.find_spec("triton") is not None
+    return hidden.is_cuda and dtype == torch.bfloat16 and TRITON
 
 
 def padded_rows(vocab: int) -> int:

@@ -31,7 +31,9 @@ from oelm.train.step import Batch, Look, Step
 PIECE = 1024  # elements of one program of the optimiser's kernel
 NORM_PIECE = 8192  # of the norm's, which reads one stream instead of four
 WARPS = 8
-ORDER = "order"  # the array of a batch that sorts its inputs
+ALIGNED = 256  # bytes; where arrays of a batch begin
+# Arrays that travel with a batch: what sorts its inputs, the schedule's factor, the step's number.
+ORDER, FACTOR, NUMBER = "order", "factor", "number"
 STAGES = 8  # batches the host may be ahead of the device
 GRAPHS = 24  # shapes of batch that are captured; further ones take the plain step
 
@@ -64,46 +66,64 @@ class _Group:
         return (self.table, cuts.rows, cuts.starts, self.sizes), how | {"num_warps": WARPS}
 
 
-class _Stage:
-    """Arrays of one batch on their way to the device: pinned memory that is not reused before it was read."""
+class _Layout:
+    """Where the arrays of a batch lie in one piece of memory, so that one copy brings them all to the device."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.host = {
-            k: torch.empty(a.shape, dtype=torch.from_numpy(a[:0]).dtype).pin_memory() for k, a in batch.items()
+    def __init__(self, arrays: Batch) -> None:
+        self.places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+        at = 0
+        for name, array in arrays.items():
+            self.places[name] = (at, array.nbytes, torch.from_numpy(array[:0]).dtype, array.shape)
+            at += -(-array.nbytes // ALIGNED) * ALIGNED
+        self.size = at
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The arrays' places in a memory of bytes, as tensors of their own type and shape."""
+        return {
+            name: memory[at : at + length].view(dtype).view(shape)
+            for name, (at, length, dtype, shape) in self.places.items()
         }
+
+
+class _Stage:
+    """One batch on its way to the device: pinned memory that is not written again before it was read."""
+
+    def __init__(self, layout: _Layout) -> None:
+        self.memory = torch.empty(layout.size, dtype=torch.uint8).pin_memory()
+        self.arrays = {name: view.numpy() for name, view in layout.views(self.memory).items()}
         self.read: torch.cuda.Event | None = None
 
-    def fill(self, batch: Batch) -> None:
+    def send(self, batch: Batch, target: Tensor) -> None:
         if self.read is not None:
             self.read.synchronize()
-        for name, tensor in self.host.items():
-            tensor.numpy()[...] = batch[name]
-
-    def send(self, static: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.host.items():
-            static[name].copy_(tensor, non_blocking=True)
+        for name, array in self.arrays.items():
+            array[...] = batch[name]
+        target.copy_(self.memory, non_blocking=True)
         self.read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.read.record()
 
 
 class _Graph:
-    """One shape of batch: its static inputs, the graph, and the gradients whose memory the graph owns."""
+    """One shape of batch: its inputs' memory, the graph, and the tables of the gradients whose memory the graph owns."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        arrays = {k: np.ascontiguousarray(a) for k, a in batch.items()}
-        self.static = {k: torch.from_numpy(a).to(device) for k, a in arrays.items()}
-        self.stages = [_Stage(arrays) for _ in range(STAGES)]
+        arrays = {name: np.ascontiguousarray(array) for name, array in batch.items()}
+        layout = _Layout(arrays)
+        self.memory = torch.zeros(layout.size, dtype=torch.uint8, device=device)
+        self.inputs = layout.views(self.memory)
+        self.stages = [_Stage(layout) for _ in range(STAGES)]
         self.turn = 0
+        self.feed(arrays)
         self.graph = torch.cuda.CUDAGraph()
         self.groups: list[_Group] = []
         self.slots = torch.zeros(0, dtype=torch.int64, device=device)
         self.partial = torch.zeros(0, device=device)
 
     def feed(self, batch: Batch) -> None:
+        """Queue the copy of a batch; the host waits only when it is STAGES batches ahead."""
         stage = self.stages[self.turn % STAGES]
         self.turn += 1
-        stage.fill(batch)
-        stage.send(self.static)
+        stage.send(batch, self.memory)
 
 
 class CapturedStep(Step):
@@ -118,30 +138,28 @@ class CapturedStep(Step):
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
         super().__init__(model, objective, optimizers, **how)
         device = self.device
-        self._factor = torch.ones((), device=device)
         self._scale = torch.ones((), device=device)
         self._loss = torch.zeros((), device=device)
         self._slot = torch.zeros((), dtype=torch.int64, device=device)
-        self._number = torch.zeros((), dtype=torch.float64, device=device)
-        self._compiled = torch.compile(self.model, dynamic=False)
+        self._compiled = torch.compile(self._mean_loss, dynamic=False)
         inner = bare(model)
         self._embedding = inner.embed.weight if isinstance(inner, GPT) else None
 
     def __call__(self, step: int, batch: Batch, factor: float) -> None:
+        whole = batch
+        batch = {**batch, FACTOR: np.array([factor], dtype=np.float32), NUMBER: np.array([step], dtype=np.float64)}
         if self._embedding is not None:
-            batch = {**batch, ORDER: sorting(batch["inputs"], self._embedding.shape[0])}
+            batch[ORDER] = sorting(batch["inputs"], self._embedding.shape[0])
         key = tuple((name, a.shape, a.dtype.str) for name, a in sorted(batch.items()))
         graph = self._graphs.get(key)
         if graph is None:
             if len(self._graphs) >= GRAPHS:
-                super().__call__(step, batch, factor)
+                super().__call__(step, whole, factor)
                 self._slot.add_(1)
                 self._refresh()
                 return
             graph = self._capture(batch)
             self._graphs[key] = graph
-        self._factor.fill_(factor)
-        self._number.fill_(step)
         graph.feed(batch)
         graph.graph.replay()
         self._filled += 1
@@ -235,20 +253,24 @@ class CapturedStep(Step):
         torch.cuda.set_rng_state(random, self.device)
         return graph
 
+    def _mean_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = self.objective.loss(self.model, batch)[0]
+        return loss
+
     def _forward_backward(self, graph: _Graph) -> Tensor:
         """Gradients of one batch. The embedding is looked up here, so that its gradient needs no matrix of its own:
         the few rows of the batch are added to the gradient that the head made of the same matrix."""
         for param in self._params:
             param.grad = None
-        batch = graph.static
+        batch = {name: value for name, value in graph.inputs.items() if name not in (ORDER, FACTOR, NUMBER)}
         embedded = None
         weight = self._embedding
         if weight is not None and weight.requires_grad:
             embedded = F.embedding(batch["inputs"], weight.detach()).requires_grad_()
             batch = {**batch, "embedded": embedded}
         with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
-            loss, _ = self.objective.loss(self._compiled, batch)
-        loss.backward()
+            loss = self._compiled(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
         if embedded is not None and weight is not None:
             assert embedded.grad is not None
             if weight.grad is None:
@@ -256,9 +278,9 @@ class CapturedStep(Step):
             rows = embedded.grad.flatten(0, -2)
             count, width = rows.shape
             kernels.add_rows[(count, -(-width // 512))](
-                weight.grad, rows, batch["inputs"], batch[ORDER], count, width, TILE=8, BLOCK=512, num_warps=4
+                weight.grad, rows, batch["inputs"], graph.inputs[ORDER], count, width, TILE=8, BLOCK=512, num_warps=4
             )
-        return loss.detach().float()  # type: ignore[no-any-return]
+        return loss.detach().float()
 
     def _tables(self, graph: _Graph) -> None:
         """Which parameters got a gradient, cut into pieces. Addresses follow when the graph owns the gradients."""
@@ -326,7 +348,7 @@ class CapturedStep(Step):
             self._scale,
             self._bad,
             self._bad_at,
-            self._number,
+            graph.inputs[NUMBER],
             self._slot,
             self._losses,
             self._norms,
@@ -343,7 +365,7 @@ class CapturedStep(Step):
                 self._counts,
                 self._rates,
                 self._decays,
-                self._factor,
+                graph.inputs[FACTOR],
                 self._scale,
                 self._bad,
                 settings.beta2,
