@@ -86,6 +86,54 @@ def test_splitting_changes_no_output_and_no_key(name: str) -> None:
     assert (outputs(case, model) - before).abs().max() <= 1e-12
 
 
+def silence(model: nn.Module, role: str, group: int | None, value: float = 0.0) -> None:
+    """Fill one role's matrices and biases with a value (0) or with noise, of one key head's group or of all heads."""
+    parameters = dict(model.named_parameters())
+    generator = torch.Generator().manual_seed(8)
+    for p in oelm.find_projections(model):
+        if p.role != role:
+            continue
+        groups = next(q.n_heads for q in oelm.find_projections(model) if q.role == "k")
+        per_group = p.n_heads // groups
+        chosen = slice(None) if group is None else slice(group * per_group, (group + 1) * per_group)
+        bias = parameters.get(p.name[: -len("weight")] + "bias")
+        with torch.no_grad():
+            noise = torch.randn(p.weight[chosen].shape, generator=generator, dtype=p.weight.dtype)
+            p.weight[chosen] = value * noise
+            if bias is not None:
+                bias.view(p.n_heads, p.head_dim)[chosen] = value * noise[..., 0]
+
+
+@pytest.mark.parametrize("name", params([n for n in CASES if n not in ("phi", "deberta-v2")]))
+@pytest.mark.parametrize("group", [None, 0, -1])
+def test_roles_and_heads_are_what_they_are_called(name: str, group: int | None) -> None:
+    """A head without a query listens everywhere alike, whatever its key; without values it says nothing.
+
+    Equal outputs after splitting would not show a query taken for a key. Phi's and DeBERTa-v2's zero query is not
+    silent: a norm's bias and projected positions stand beside it.
+    """
+    case = CASES[name]
+    if name == "olmo2" and group is not None:
+        pytest.skip("its norm of queries and keys runs over all heads, so one head's noise reaches the others")
+    group = case.kv_heads - 1 if group == -1 else group
+    model = case.build()
+    oelm.apply(model, oelm.Variant(init="keep", cross=True))
+    everything = outputs(case, model)
+    silence(model, "q", group)
+    deaf = outputs(case, model)
+    assert (deaf - everything).abs().max() > 1e-9
+    silence(model, "k", group, 2.0)
+    assert (outputs(case, model) - deaf).abs().max() < 1e-10
+    model = case.build()
+    oelm.apply(model, oelm.Variant(init="keep", cross=True))
+    silence(model, "v", group)
+    mute = outputs(case, model)
+    assert (mute - everything).abs().max() > 1e-9
+    silence(model, "q", group, 2.0)
+    silence(model, "k", group, 2.0)
+    assert (outputs(case, model) - mute).abs().max() < 1e-10
+
+
 @EVERY
 def test_orthogonal_and_frozen(name: str) -> None:
     """By our own formula; gradients reach everything that is not frozen."""
