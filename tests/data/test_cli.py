@@ -86,3 +86,12 @@ def test_faults_are_one_line_and_a_code(oelm: Any, tmp_path: Path) -> None:
     assert "unknown" in oelm("prepare", "wikipedai", code=2).stderr
     assert "--tokens many" in oelm("prepare", "demo", "--tokens", "many", code=2).stderr
     assert "cannot be written" in oelm("prepare", "demo", "--tokenizer", "bytes", code=5, OELM_HOME="/proc/none").stderr
+
+
+def test_data_loads_without_torch_and_without_what_it_may_not_need() -> None:
+    code = (
+        "import sys, oelm.data.open, oelm.data.spec, oelm.cli.data\n"
+        "print(*{'torch', 'transformers', 'datasets', 'pyarrow', 'tokenizers', 'huggingface_hub'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -74,9 +74,13 @@ def test_compressed_text_is_the_same_text(tmp_path: Path, opener: object) -> Non
 
 def test_separator_lines_part_documents(tmp_path: Path) -> None:
     path = _written(
-        tmp_path / "x.txt", b"one <|endoftext|> still one\n<|endoftext|>\n<|endoftext|> \r\ntwo\n<|endoftext|>"
+        tmp_path / "x.txt",
+        b"one <|endoftext|> still one <|endoftext|>\n<|endoftext|>\n<|endoftext|> \r\ntwo\n<|endoftext|>",
     )
-    assert list(reading.documents(path)) == [Piece("one <|endoftext|> still one\n", True), Piece("two\n", True)]
+    assert list(reading.documents(path)) == [
+        Piece("one <|endoftext|> still one <|endoftext|>\n", True),
+        Piece("two\n", True),
+    ]
 
 
 def test_many_documents_over_block_edges(tmp_path: Path) -> None:
@@ -110,6 +114,14 @@ def test_pieces_are_the_document(text: str, limit: int) -> None:
 def test_escaped_characters_are_text(tmp_path: Path) -> None:
     path = _written(tmp_path / "x.jsonl", b'{"text": "a \\ud83d\\ude00 b"}')
     assert _text(path) == "a 😀 b"
+
+
+def test_cuts_fall_before_white_space() -> None:
+    text = "some words \n\n and  more of them\tin a line. " * 60
+    for limit in (12, 40, 333):
+        for piece in list(reading.cut(text, limit))[1:]:
+            assert piece.text[0] in reading.WHITE
+            assert piece.text[1] not in reading.WHITE
 
 
 ROWS = [{"text": "one, two", "label": 1}, {"text": 'a "quoted"\nline', "label": 0}]

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import json
+import lzma
 import os
 import random
 import signal
@@ -200,6 +201,38 @@ def test_an_index_that_does_not_add_up_is_refused(texts: Path) -> None:
         open_store(store.folder)
 
 
+def test_ids_that_no_vocabulary_has_are_refused(texts: Path) -> None:
+    """Hashes that fit do not make a store right: it may be someone's who wrote it wrong."""
+    store = prepared(_wanted(texts, shard=10**6))
+    path = store.folder / "index.json"
+    whole = json.loads(path.read_text())
+
+    def altered(name: str, key: str, values: np.ndarray) -> None:
+        (store.folder / name).write_bytes(values.tobytes())
+        index = json.loads(json.dumps(whole))
+        index["splits"]["train"]["shards"][0][key] = stores_module.hash_of(values)
+        path.write_text(json.dumps(index))
+
+    ids = np.array(store.parts["train"][0])
+    ids[5] = 257
+    altered("train-00000.tokens", "sha256", ids)
+    with pytest.raises(DataError, match=r"train-00000\.tokens: holds the id 257, the vocabulary has 257"):
+        open_store(store.folder)
+    ids[5] = 0
+    altered("train-00000.tokens", "sha256", ids)
+    open_store(store.folder)
+    whole = json.loads(path.read_text())
+    starts = np.array(store.starts["train"][0])
+    for change in (starts[::-1].copy(), starts + np.uint32(len(ids))):
+        altered("train-00000.starts", "starts_sha256", change)
+        with pytest.raises(DataError, match=r"train-00000\.starts: .* not in order"):
+            open_store(store.folder)
+    whole["tokenizer"]["pad_id"] = 257
+    path.write_text(json.dumps(whole))
+    with pytest.raises(DataError, match="pad_id"):
+        open_store(store.folder)
+
+
 def test_a_damaged_store_is_made_again(texts: Path) -> None:
     first = prepared(_wanted(texts))
     print_before = first.fingerprint()
@@ -390,5 +423,11 @@ def test_a_damaged_parcel_is_refused_and_leaves_nothing(packed: tuple[Store, Pat
         assert file.name in str(caught.value)
         assert "\n" not in str(caught.value)
         assert not base.exists() or [path for path in base.iterdir() if path.is_dir()] == []
+    inside = bytearray(lzma.decompress(data))
+    inside[-1] ^= 1
+    file.write_bytes(lzma.compress(bytes(inside)))
+    with pytest.raises(DataError, match=r"test-0000\d\.starts does not have the hash"):
+        parcel.unpack(file, tmp_path / "altered")
+    assert [path for path in (tmp_path / "altered").iterdir() if path.is_dir()] == []
     with pytest.raises(DataError, match="no such file"):
         parcel.unpack(tmp_path / "none.oelm.xz")

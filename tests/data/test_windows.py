@@ -117,6 +117,7 @@ def test_sliding_windows_score_every_token_once_with_more_context(
             assert np.array_equal(targets[places], ids[position : position + len(places)])
             begin = position - int(places[0]) - 1
             assert np.array_equal(inputs[: places[-1] + 1], ids[begin : begin + places[-1] + 1])
+            assert begin or len(places) == min(context, len(ids) - 1)
             if begin:
                 assert places[0] >= context - stride  # how much a scored token sees at the least
             position += len(places)

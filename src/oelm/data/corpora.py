@@ -237,7 +237,7 @@ def documents(found: Found, split: str) -> Iterator[Piece]:
     return _articles(row["text"] or " \n" for row in found.rows(split))
 
 
-_HEADING = re.compile(r"(?<=\n \n) = (?!= )[^\n]*(?<! =) = \n(?= \n)")
+_HEADING = re.compile(r"(?<=\n \n) = (?!= )[^\n]* = \n(?= \n)")
 
 
 def _articles(texts: Iterable[str]) -> Iterator[Piece]:

@@ -9,9 +9,11 @@ Refuses a truncated, altered or foreign store and names the shard. Writing is pr
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from oelm.errors import DataError, MachineError
 from oelm.values import Value, digest, explain
@@ -66,6 +68,12 @@ class TokenizerIndex(Value):
     vocab_size: Annotated[int, Field(ge=2, le=2**32)]
     eos_id: Count
     pad_id: Count
+
+    @model_validator(mode="after")
+    def _inside(self) -> TokenizerIndex:
+        if max(self.eos_id, self.pad_id) >= self.vocab_size:
+            raise ValueError(f"eos_id {self.eos_id} and pad_id {self.pad_id}: the vocabulary has {self.vocab_size}")
+        return self
 
 
 class Index(Value):
@@ -254,19 +262,23 @@ def open_store(folder: Path) -> Store:
     _check_file(folder / TOKENIZER, index.tokenizer.file_sha256)
     parts: dict[str, list[npt.NDArray[Any]]] = {}
     starts: dict[str, list[npt.NDArray[np.uint32]]] = {}
-    checks: list[tuple[Path, npt.NDArray[Any], str]] = []
+    checks: list[Callable[[], None]] = []
     for split, held in index.splits.items():
         parts[split], starts[split] = [], []
         for number, shard in enumerate(held.shards):
-            names = shard_files(split, number)
-            tokens = _mapped(folder / names[0], index.dtype, shard.tokens)
-            begins = _mapped(folder / names[1], "uint32", shard.starts)
-            parts[split].append(tokens)
+            ids_file, starts_file = (folder / name for name in shard_files(split, number))
+            ids = _mapped(ids_file, index.dtype, shard.tokens)
+            begins = _mapped(starts_file, "uint32", shard.starts)
+            parts[split].append(ids)
             starts[split].append(begins)
-            checks += [(folder / names[0], tokens, shard.sha256), (folder / names[1], begins, shard.starts_sha256)]
-        _check_sums(folder, split, held)
+            checks.append(functools.partial(_check_ids, ids_file, ids, shard, index.tokenizer.vocab_size))
+            checks.append(functools.partial(_check_starts, starts_file, begins, shard))
+        if sum(shard.tokens for shard in held.shards) != held.tokens:
+            raise DataError(
+                f"{folder / INDEX}: the shards of {split} do not add up to its tokens; the index is altered"
+            )
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing lets go of the GIL
-        list(pool.map(lambda check: _check_hash(*check), checks))
+        list(pool.map(lambda check: check(), checks))
     return Store(folder, index, parts, starts)
 
 
@@ -288,9 +300,16 @@ def _mapped(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
         raise MachineError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
-def _check_sums(folder: Path, split: str, held: SplitIndex) -> None:
-    if sum(shard.tokens for shard in held.shards) != held.tokens:
-        raise DataError(f"{folder / INDEX}: the shards of {split} do not add up to its tokens; the index is altered")
+def _check_ids(path: Path, ids: npt.NDArray[Any], shard: Shard, vocabulary: int) -> None:
+    _check_hash(path, ids, shard.sha256)
+    if ids.size and int(ids.max()) >= vocabulary:
+        raise DataError(f"{path}: holds the id {int(ids.max())}, the vocabulary has {vocabulary}; the store is foreign")
+
+
+def _check_starts(path: Path, starts: npt.NDArray[Any], shard: Shard) -> None:
+    _check_hash(path, starts, shard.starts_sha256)
+    if starts.size and (int(starts[-1]) >= shard.tokens or np.any(starts[1:] <= starts[:-1])):
+        raise DataError(f"{path}: the beginnings of documents are not in order; the store is foreign")
 
 
 def _check_hash(path: Path, data: npt.NDArray[Any], expected: str) -> None:
