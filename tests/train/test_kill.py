@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import assert_same_end, ended, lines, training, wait_for
+import torch
+from processes import assert_same_end, ended, forked, lines, training, wait_for
 from small_runs import small_run
+
+from oelm.train.checkpoint import load_weights
+from oelm.train.loop import train
 
 
 THAWING = {"base": "oelm-freeze", "thaw": {"order": "top-down", "start": 6, "end": 14}}
@@ -144,3 +148,34 @@ def test_a_torn_log_is_cut_back_on_resume(tmp_path: Path, torn: bytes) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_bytes(whole + torn)
     assert ended(training(small_run(), tmp_path / "run")) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == whole
+
+
+def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As under nohup."""
+
+    def work() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        train(small_run(), tmp_path, progress="none", on_event=lambda line: os.kill(os.getpid(), signal.SIGHUP))
+
+    assert ended(forked(work)) == 0
+
+
+def test_two_starts_at_once_have_one_winner(tmp_path: Path) -> None:
+    run = small_run()
+    codes = sorted(ended(pid) for pid in [training(run, tmp_path / "run") for _ in range(4)])
+    assert codes[0] == 0
+    assert set(codes[1:]) <= {0, 6}  # a late one may find the run over
+    assert len(lines(tmp_path / "run")) == 24 + 3
+
+
+def test_compact_checkpoints_resume_bit_equal(tmp_path: Path) -> None:
+    undisturbed(tmp_path / "reference")
+    run, folder = small_run(), tmp_path / "compact"
+    pid = training(run, folder, checkpoint_every=2, compact=True)
+    wait_for((folder / "latest").exists)
+    os.kill(pid, signal.SIGKILL)
+    ended(pid)
+    assert ended(training(run, folder, compact=True)) == 0
+    mine, theirs = (load_weights(f, "latest")[0] for f in (folder, tmp_path / "reference"))
+    assert len(mine) == len(theirs) - 4
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)

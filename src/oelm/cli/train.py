@@ -39,6 +39,9 @@ def _train(
     progress: Annotated[str, typer.Option(help="auto, live, line or none.")] = "auto",
     checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps (default: eval_every).")] = None,
     keep_last: Annotated[int, typer.Option(min=1, help="How many checkpoints stay beside the best.")] = 2,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Leave out of checkpoints what the seed gives again.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
 ) -> None:
     from oelm.cli.output import as_json as print_json
@@ -62,6 +65,7 @@ def _train(
         progress=progress,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
+        compact=compact,
         parallel=parallel,
     )
     if as_json:

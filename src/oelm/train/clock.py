@@ -55,6 +55,14 @@ class Clock:
         else:
             self.steps.append(time.perf_counter() - self._mark)
 
+    @contextmanager
+    def compiling(self, *, if_new: bool) -> Iterator[None]:
+        """Inside: a step that may compile and capture first. On a CPU nothing is compiled."""
+        began = time.perf_counter()
+        yield
+        if if_new and self.device.type == "cuda":
+            self.compile_seconds += time.perf_counter() - began
+
     def settle(self) -> None:
         """After the device has finished: read the times of the steps since, and begin a new stretch."""
         if self._events:

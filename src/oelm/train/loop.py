@@ -18,18 +18,19 @@ import torch
 
 import oelm
 from oelm.errors import CheckpointError, MethodError, OelmError, OutOfMemory, Preempted
-from oelm.train import optim
 from oelm.train.checkpoint import Checkpoints, Loaded, disk_room, load_weights, put_weights
-from oelm.train.clock import Clock, measured_ceiling
+from oelm.train.clock import Clock
 from oelm.train.folder import RunFolder
+from oelm.train.frozen import frozen_digest, frozen_hashes, regenerable
 from oelm.train.memory import is_out_of_memory, memory_message, peak_bytes
 from oelm.train.parallel import World, lost_process, pick_device, stored
+from oelm.train.prepare import Prepared, prepare
 from oelm.train.progress import Progress, open_sinks
-from oelm.train.result import cost, environment, frozen_digest, parameters, record
+from oelm.train.result import cost, record, timing
 from oelm.train.run import Run, run_id
 from oelm.train.signals import Signals, StopAsked
 from oelm.train.state import Diverged, State
-from oelm.train.step import Batch, Step, autocast, examples_in, make_step, pick_precision, tokens_in
+from oelm.train.step import Batch, autocast, examples_in, tokens_in
 
 
 LOOKS = 200  # train lines of a short run; a long one has one every ...
@@ -120,15 +121,20 @@ class _Session:
         self.state = State()
         self.clock = Clock(self.device)
         self.saved_at = 0
-        self.flops_per_token: float | None = None
-        self.ceiling: float | None = None
+        self.ready: Prepared | None = None
         self.known: dict[str, Any] = {}  # of the record
 
     def train(self, stack: ExitStack) -> dict[str, Any]:
         """The whole of it, from data to the record."""
+        self.home.forget("result.json")
+        self.home.beat(state="preparing")
         with self.signals.interruptible():
-            self._load()
-            self._build()
+            ready = self.ready = prepare(self.run, self.world, self.options.data_folder)
+        self.source, self.objective, self.model = ready.source, ready.objective, ready.model
+        self.step, self.optimizers, self.thaw = ready.step, ready.optimizers, ready.thaw
+        self.total, self.factor, self.known = ready.total, ready.factor, dict(ready.known)
+        self.look_every = max(1, min(LOOK_EVERY, self.total // LOOKS))
+        self.home.write("environment.json", self.known["environment"])
         sinks = open_sinks(self.home.path, self.name, self.run.model_dump(mode="json")) if self.world.first else []
         self.progress = stack.enter_context(
             Progress(
@@ -156,76 +162,7 @@ class _Session:
             return self._diverged(str(why))
         return self._finish()
 
-    # -- from nothing to a session that can step
-
-    def _load(self) -> None:
-        from oelm.data.open import load
-
-        self.home.forget("result.json")
-        self.home.beat(state="loading data")
-        self.source = load(self.run.data, folder=self.options.data_folder)
-
-    def _build(self) -> None:
-        from oelm.models.build import build
-        from oelm.train.objectives import objective_for
-
-        run, source, budget = self.run, self.source, self.run.budget
-        torch.manual_seed(run.seed)
-        labels = source.labels if isinstance(source.labels, int) else len(source.labels)
-        self.model = build(
-            run.model, vocab=source.vocab_size, labels=labels or None, seed=run.seed, context=run.data.context
-        )
-        report = oelm.apply(self.model, run.variant, seed=run.seed)
-        oelm.verify(self.model)
-        self.model.to(self.device).train()
-        self.objective = objective_for(run.model, source)
-        self.total = optim.total_steps(
-            budget,
-            steps_per_epoch=source.steps_per_epoch(budget.batch),
-            tokens_per_step=budget.batch * run.data.context,
-        )
-        self.look_every = max(1, min(LOOK_EVERY, self.total // LOOKS))
-        self.factor = optim.schedule(run.optimizer, self.total)
-        self.thaw = oelm.schedule(self.model, total_steps=self.total)
-        precision = pick_precision(run.precision, self.device)
-        self.known = {
-            "params": parameters(self.model),
-            "logit_std": report.logit_std,
-            "data": {
-                "name": run.data.name,
-                "status": source.provenance.get("status"),
-                "fingerprint": source.fingerprint,
-                "provenance": dict(source.provenance),
-            },
-            "environment": environment(self.device, precision),
-            "frozen_digest": {"start": frozen_digest(self.model), "end": None},
-        }
-        self._measure_ceiling(precision)
-        self.world.shard(self.model)
-        self.optimizers = optim.Optimizers(self.model, run.optimizer, self.device)
-        for optimizer in self.optimizers.each[:1] if len(self.optimizers.each) == 1 else []:
-            oelm.verify(self.model, optimizer)
-        self.step = make_step(
-            self.model,
-            self.objective,
-            self.optimizers,
-            device=self.device,
-            precision=precision,
-            accumulate=budget.accumulate,
-            clip=run.optimizer.clip,
-            world=self.world,
-        )
-        torch.manual_seed(run.seed + 1_000_003 * self.world.rank)  # of dropout: not the same on every rank
-        self.home.write("environment.json", self.known["environment"])
-
-    def _measure_ceiling(self, precision: str) -> None:
-        """What MFU is measured against: only where it can be measured."""
-        if self.device.type != "cuda" or not self.world.first:
-            return
-        flops = oelm.account(self.model, length=self.run.data.context).flops
-        if flops is not None:
-            self.flops_per_token = flops.total / self.run.data.context
-            self.ceiling = measured_ceiling(self.device, Step.dtypes.get(precision))
+    # -- resume
 
     def _resume(self) -> None:
         if self.world.first:
@@ -259,20 +196,12 @@ class _Session:
         self.world.restore_random_states(extra)
 
     def _left_out(self) -> frozenset[str]:
-        """Names that the seed gives again: what a compact checkpoint does not hold."""
-        from oelm.method.record import record_of
-
-        found = record_of(self.model)
-        return (
-            frozenset(found.regenerable) & frozenset(found.frozen_for_good)
-            if self.options.compact and found
-            else frozenset()
-        )
+        return regenerable(self.model) if self.options.compact else frozenset()
 
     # -- stepping
 
     def _steps(self) -> None:
-        state = self.state
+        state, fresh = self.state, True  # whether the next step may compile
         if self._evaluation_due():  # a stop came between a step and its evaluation
             self._evaluate()
         while state.step < self.total and not state.stopped_early:
@@ -282,10 +211,13 @@ class _Session:
             thawed = self.thaw.step(state.step)
             if thawed:
                 self.step.thawed()
+                fresh = True
                 self._log({"kind": "event", "event": "thaw", "parameters": thawed})
             arrays = self._batch(state.step)
             self.clock.start()
-            self.step(state.step, arrays, self.factor(state.step))
+            with self.clock.compiling(if_new=fresh):
+                self.step(state.step, arrays, self.factor(state.step))
+            fresh = False
             if self.step.lacking:
                 self._no_gradient(self.step.lacking)
             tokens = tokens_in(arrays) * self.world.size
@@ -371,9 +303,7 @@ class _Session:
         )
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
-        if tokens_per_s is None or self.flops_per_token is None or self.ceiling is None:
-            return None
-        return tokens_per_s * self.flops_per_token / self.ceiling / self.world.size
+        return self.ready.mfu(tokens_per_s, self.world.size) if self.ready is not None else None
 
     def _frozen_now(self) -> str:
         total = self.known["params"]["total"]
@@ -446,20 +376,11 @@ class _Session:
             self.state.to_dict(),
             best=best,
             check=self.home.sync_metrics,
-            frozen=self._frozen_hashes(),
+            frozen=frozen_hashes(self.model),
         )
         self.saved_at = self.state.step
         if wait:
             self.checkpoints.wait()
-
-    def _frozen_hashes(self) -> dict[str, str]:
-        """What every tensor that is frozen now must hash to, as `apply` left it."""
-        from oelm.method.record import record_of
-
-        found = record_of(self.model)
-        still = {name for name, p in self.model.named_parameters() if not p.requires_grad}
-        entries = found.entries if found is not None else ()
-        return {e.name: e.present for e in entries if e.frozen and not e.tied and e.name in still and e.present}
 
     def _stop(self) -> Preempted:
         """Save and leave, at a step boundary."""
@@ -517,17 +438,9 @@ class _Session:
             curve=state.curve,
             **known,
         )
-        peak = {
-            "peak_bytes": peak_bytes(self.device),
-            "mfu": self._mfu(self.clock.cost()[1]),
-            "ceiling_flops": self.ceiling,
-        }
-        validation = state.validation or {}
-        best = {
-            "best_validation_loss": (state.best or {}).get("loss"),
-            "final_perplexity": validation.get("perplexity"),
-        }
-        self.home.write("timing_stats.json", {**self.clock.summary(), **peak, **best})
+        ceiling = self.ready.ceiling if self.ready is not None else None
+        mfu = self._mfu(self.clock.cost()[1])
+        self.home.write("timing_stats.json", timing(self.clock, state, self.device, mfu=mfu, ceiling=ceiling))
         self.home.write("result.json", result)
         return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -13,10 +12,11 @@ import torch
 from torch import nn
 
 from oelm import __version__
-from oelm.method.record import digest, record_of
+from oelm.method.record import record_of
 from oelm.train.clock import Clock
 from oelm.train.memory import peak_bytes
 from oelm.train.run import Run
+from oelm.train.state import State
 
 
 SCHEMA = 1
@@ -74,17 +74,6 @@ def parameters(model: nn.Module) -> dict[str, int]:
     return {"total": total, "trainable": trained, "frozen": total - trained}
 
 
-def frozen_digest(model: nn.Module) -> str | None:
-    """One hash over the names and present values of what the variant freezes for good; None where that is nothing."""
-    found = record_of(model)
-    names = sorted(found.frozen_for_good) if found is not None else []
-    if not names:
-        return None
-    there = dict(model.named_parameters())
-    text = "\n".join(f"{name} {digest(there[name])}" for name in names)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def cost(clock: Clock, device: torch.device, steps: int) -> dict[str, Any]:
     """What the run took; energy is not measured."""
     median, tokens_per_s = clock.cost()
@@ -96,6 +85,20 @@ def cost(clock: Clock, device: torch.device, steps: int) -> dict[str, Any]:
         "peak_bytes": peak_bytes(device),
         "energy_j": None,
         "steps": steps,
+    }
+
+
+def timing(
+    clock: Clock, state: State, device: torch.device, *, mfu: float | None, ceiling: float | None
+) -> dict[str, Any]:
+    """timing_stats.json."""
+    return {
+        **clock.summary(),
+        "peak_bytes": peak_bytes(device),
+        "mfu": mfu,
+        "ceiling_flops_per_s": ceiling,
+        "best_validation_loss": (state.best or {}).get("loss"),
+        "final_perplexity": (state.validation or {}).get("perplexity"),
     }
 
 

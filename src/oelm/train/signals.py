@@ -34,6 +34,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in ASKING:
+                if signal.getsignal(number) in (signal.SIG_IGN, None):
+                    continue  # nohup, or a background job: who started us chose to ignore it
                 self._old[number] = signal.signal(number, self._on_signal)
         return self
 
