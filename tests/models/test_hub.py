@@ -163,6 +163,16 @@ def test_a_new_head_is_a_function_of_the_seed_and_the_global_generator_rests(fol
     assert not torch.equal(heads[0], heads[2])
 
 
+def test_a_head_of_another_number_of_labels_is_drawn_anew(folder, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    three = build(HubModel(path=folder("bert")), labels=3, seed=1)
+    three.inner.save_pretrained(tmp_path)
+    again = build(HubModel(path=str(tmp_path)), labels=3, seed=2)
+    assert torch.equal(again.inner.classifier.weight, three.inner.classifier.weight)
+    two = build(HubModel(path=str(tmp_path)), labels=2, seed=2)
+    assert two.inner.classifier.weight.shape == (2, 32)
+    assert torch.equal(two.inner.bert.pooler.dense.weight, three.inner.bert.pooler.dense.weight)
+
+
 def test_config_only_starts_from_random_weights(folder, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     CONFIGS["bert"]().save_pretrained(tmp_path)
     spec = HubModel(path=str(tmp_path), config_only=True)
