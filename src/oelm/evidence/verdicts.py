@@ -52,7 +52,7 @@ def show(said: dict[str, Any]) -> None:
     for head in ("arm", "against", "budget", "n", "difference", "95 % t interval", "Holm p", "verdict"):
         lines.add_column(head)
     for c in said["comparisons"]:
-        cells = (c["arm"], c["against"], c["budget"], str(c["n"]), c["shown"]["difference"] or "–")
+        cells = (c["arm"], c["against"], c["budget"], str(c["shown"]["n"]), c["shown"]["difference"] or "–")
         rest = (c["shown"]["interval"] or "–", narrative.p_value(c["p_holm"]), c["shown"]["said"])
         lines.add_row(*(Text(clean(cell)) for cell in (*cells, *rest)))
     if said["comparisons"]:
