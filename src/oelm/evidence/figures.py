@@ -307,8 +307,7 @@ def stability_map(study: Study, results: Table, stratum: str) -> Figure | None:
                         ha="center",
                         va="center",
                         fontsize=6.5,
-                        color="#ffffff",
-                        path_effects=_outline(),
+                        color=_readable(float(row[column]), low, high),
                     )
             image = _mesh(axis, cells, low, high)
             axis.set_title(arm, fontsize=10)
@@ -406,8 +405,7 @@ def head_grids(name: str, title: str, caption: str, arms: Mapping[str, Any]) -> 
                         ha="center",
                         va="center",
                         fontsize=6.5,
-                        color="#ffffff",
-                        path_effects=_outline(),
+                        color=_readable(float(value), low, high),
                     )
         axes[0].set_ylabel("layer")
         canvas.colorbar(image, ax=axes.tolist(), shrink=0.8)
@@ -503,10 +501,9 @@ def _mesh(axis: Axes, cells: Any, low: float, high: float) -> Any:
     return mesh
 
 
-def _outline() -> list[Any]:
-    from matplotlib import patheffects
-
-    return [patheffects.withStroke(linewidth=1.5, foreground="#222222")]
+def _readable(value: float, low: float, high: float) -> str:
+    """White on the dark half of the colours, near-black on the light half."""
+    return "#ffffff" if value < low + 0.6 * (high - low) else "#111111"
 
 
 def _looks(groups: Mapping[Any, Any]) -> list[tuple[tuple[str, str, str], Any]]:

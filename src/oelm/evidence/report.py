@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 FORMATS = ("html", "md", "tex", "pdf", "figures")
+SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy", "macro_f1", "f1", "exact_match")  # of all that is recorded
 View = dict[str, Any]
 
 
@@ -178,7 +179,7 @@ def _measured(rows: list[Row], metrics: list[str]) -> list[View]:
     found = []
     for metric in metrics:
         values = [float(row[metric]) for row in rows if row.get(metric) is not None]
-        if metric.startswith("best.") or not values:
+        if metric.startswith("best.") or metric.split(".")[1] not in SHOWN or not values:
             continue
         mean = sum(values) / len(values)
         spread = f" ({min(values):.4g} to {max(values):.4g})" if len(values) > 1 else " (one seed)"
@@ -305,8 +306,8 @@ def _environment_for(kind: str) -> Environment:
         environment.globals["script"] = script
         environment.globals["script_hash"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         return environment
-    escape = {"md": markdown_escape, "tex": latex_escape}[kind]
-    # No HTML here: `finalize` escapes every expression for Markdown or LaTeX.
+    escape = {"md": markdown_escape, "tex": latex_escape, "toml": json.dumps}[kind]
+    # No HTML here: `finalize` escapes every expression for Markdown, LaTeX or TOML.
     return Environment(
         finalize=lambda value: escape(str(value)),
         trim_blocks=True,
