@@ -64,6 +64,8 @@ Folder = Annotated[Path | None, typer.Option(help="Search this folder before all
 Tokenizer = Annotated[str, typer.Option(help="gpt2, bert, bytes, demo-bpe or a tokenizer.json.")]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Only so many training tokens (24_000_000 is fine).")]
 Context = Annotated[int, typer.Option(min=2, help="Tokens of a window or the longest example.")]
+Examples = Annotated[int | None, typer.Option(min=1, help="Only so many training examples (tasks).")]
+Selection = Annotated[str, typer.Option(help="validation, or test: the original's protocol, for replication only.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of splits that are carved by hash, and of made data.")]
 PathOption = Annotated[Path | None, typer.Option("--path", help="local: the file or folder.")]
 Task = Annotated[str | None, typer.Option(help="local: lm, classify, tag or qa.")]
@@ -113,7 +115,9 @@ def _prepare(
     folder: Folder = None,
     tokenizer: Tokenizer = "gpt2",
     tokens: Tokens = None,
+    examples: Examples = None,
     context: Context = 512,
+    selection: Selection = "validation",
     seed: Seed = 0,
     path: PathOption = None,
     task: Task = None,
@@ -124,7 +128,7 @@ def _prepare(
     from oelm.cli import output
     from oelm.data.open import load
 
-    spec = _spec(name, tokenizer, tokens, context, seed, path, task, column)
+    spec = _spec(name, tokenizer, tokens, examples, context, selection, seed, path, task, column)
     begun = time.monotonic()
     with _progress(name) as report:
         source = load(spec, folder=folder, report=report, wait=wait)
@@ -154,7 +158,9 @@ def _inspect(
     folder: Folder = None,
     tokenizer: Tokenizer = "gpt2",
     tokens: Tokens = None,
+    examples: Examples = None,
     context: Context = 512,
+    selection: Selection = "validation",
     seed: Seed = 0,
     path: PathOption = None,
     task: Task = None,
@@ -164,7 +170,7 @@ def _inspect(
     from oelm.cli import output
     from oelm.data.open import describe, load
 
-    spec = _spec(name, tokenizer, tokens, context, seed, path, task, column)
+    spec = _spec(name, tokenizer, tokens, examples, context, selection, seed, path, task, column)
     with _progress(name) as report:
         source = load(spec, folder=folder, report=report)
     said = describe(source)
@@ -180,7 +186,9 @@ def _pack(
     folder: Folder = None,
     tokenizer: Tokenizer = "gpt2",
     tokens: Tokens = None,
+    examples: Examples = None,
     context: Context = 512,
+    selection: Selection = "validation",
     seed: Seed = 0,
     path: PathOption = None,
     task: Task = None,
@@ -190,7 +198,7 @@ def _pack(
     from oelm.cli import output
     from oelm.data.open import load, pack
 
-    spec = _spec(name, tokenizer, tokens, context, seed, path, task, column)
+    spec = _spec(name, tokenizer, tokens, examples, context, selection, seed, path, task, column)
     with _progress(name) as report:
         source = load(spec, folder=folder, report=report)
     file = pack(source, spec, out)
@@ -218,7 +226,9 @@ def _spec(
     name: str,
     tokenizer: str,
     tokens: str | None,
+    examples: int | None,
     context: int,
+    selection: str,
     seed: int,
     path: Path | None,
     task: str | None,
@@ -233,7 +243,15 @@ def _spec(
         if not mark or not role or not column:
             raise ConfigError(f"--column {text}: write ROLE=COLUMN, for example text=body")
         mapped[role] = column
-    table: dict[str, Any] = {"name": name, "tokenizer": tokenizer, "context": context, "seed": seed, "columns": mapped}
+    table: dict[str, Any] = {
+        "name": name,
+        "tokenizer": tokenizer,
+        "examples": examples,
+        "context": context,
+        "selection": selection,
+        "seed": seed,
+        "columns": mapped,
+    }
     if tokens is not None:
         try:
             table["tokens"] = int(tokens)
