@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from conftest import run_study, study
+from small_studies import run_study, study
 
 from oelm.errors import BusyError, ConfigError
 from oelm.study import archive, claim

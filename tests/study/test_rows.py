@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BASE, TUNED, small, study
 from hypothesis import given
 from hypothesis import strategies as st
+from small_studies import BASE, TUNED, small, study
 
 from oelm.errors import ConfigError
 from oelm.study.rows import (

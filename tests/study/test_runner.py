@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import TUNED, run_study, small, study
+from small_studies import TUNED, run_study, small, study
 
 from oelm.errors import ConfigError, MachineError
 from oelm.study import claim, devices, runner
@@ -185,7 +185,7 @@ def test_processes_that_race_share_the_claims_without_overlap(tmp_path: Path) ->
 SCRIPT = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[2])
-from conftest import study, run_study
+from small_studies import study, run_study
 one = study(axes={"seed": list(range(6))})
 outcome, _ = run_study(one, pathlib.Path(sys.argv[1]), "fake_trainer:train", per_device=2)
 sys.exit(0 if outcome.complete else 8)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import slurm_here
-from conftest import TUNED, study
+from small_studies import TUNED, study
 
 from oelm.errors import MachineError
 from oelm.study import slurm

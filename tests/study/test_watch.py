@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_study, study
+from small_studies import run_study, study
 
 from oelm.errors import ConfigError
 from oelm.study import claim, folder, watch

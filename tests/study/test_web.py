@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import study
+from small_studies import study
 
 from oelm.errors import MachineError
 from oelm.study.rows import expand

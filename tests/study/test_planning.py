@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TUNED, run_study, study
+from small_studies import TUNED, run_study, study
 
 from oelm.study import cost, plan
 from oelm.study.plan import make_plan, seeds_needed, significance, smallest_p
