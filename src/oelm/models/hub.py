@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -168,7 +170,7 @@ def load_hub(
         try:
             inner = _load(transformers, source, revision, spec, vocab, labels, seed, context, local=True)
         except OSError:
-            if Path(source).is_dir():
+            if Path(source).is_dir() or not _hub_answers():
                 raise
             inner = _load(transformers, source, revision, spec, vocab, labels, seed, context, local=False)
         hosted = Hosted(inner, spec)
@@ -230,6 +232,21 @@ def locate(spec: HubModel) -> tuple[str, str | None]:
         if (folder / "config.json").is_file():
             return str(folder), None
     return spec.path, spec.revision
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached, asked once: its own client tries again for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def _transformers() -> Any:
@@ -327,7 +344,10 @@ def _check_fit(config: Any, spec: HubModel, vocab: int | None, context: int | No
 def _check_filled(inner: Any, report: dict[str, Any], spec: HubModel) -> None:
     """Only heads of tasks may be absent from a checkpoint; a body that stays random is another model's checkpoint."""
     prefix = "" if spec.head == "lm" else inner.base_model_prefix + "."
-    names = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
+    names = {
+        *report["missing_keys"],
+        *(entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]),
+    }
     body = sorted(name for name in names if name.startswith(prefix) and ".pooler." not in name)
     if body:
         raise CheckpointError(
