@@ -318,6 +318,11 @@ def tied_projections(model: nn.Module) -> nn.Module:
     return model
 
 
+def one_memory(model: nn.Module) -> nn.Module:
+    model.blocks[1].attn.k.weight = nn.Parameter(model.blocks[0].attn.v.weight.data)
+    return model
+
+
 def tied_feed_forward(model: nn.Module) -> nn.Module:
     model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
     return model
@@ -386,8 +391,10 @@ def zeroed(model: nn.Module) -> nn.Module:
         (quantised_by_torch, "oelm-freeze", "quantised"),
         (tied_projections, "oelm-freeze", r"blocks.1.attn.k.weight is shared|shared with blocks.1.attn.k.weight"),
         (tied_feed_forward, "qk-ffn", "shared with"),
+        (one_memory, "oelm-freeze", "blocks.1.attn.k.weight is shared with blocks.0.attn.v.weight"),
         (frozen_elsewhere, "oelm-freeze", "nothing would be left to train"),
         (zeroed, "orthogonalize-frozen", r"blocks.3.attn.k.weight.*nothing to orthogonalise"),
+        (lambda m: m, {"cross": True, "layers": "none"}, "matches nothing"),
         (lambda m: m, {"layers": "last:5"}, "more than the 4 layers"),
         (lambda m: m, {"layers": [4]}, "out of range for 4 layers"),
         (lambda m: m, {"layers": "none"}, "matches nothing"),

@@ -130,6 +130,27 @@ def test_a_gated_query_is_refused_and_not_halved() -> None:
         oelm.find_projections(model)
 
 
+def test_names_that_say_nothing_still_get_a_pattern_to_fill_in() -> None:
+    class Strange(Odd):
+        def __init__(self) -> None:
+            super().__init__("alpha", "beta", "gamma", "delta")
+
+    with pytest.raises(MethodError, match=r"nearest modules: .*alpha.*try pattern=\{\"q\": .*<name>"):
+        oelm.find_projections(stack(Strange))
+    found = oelm.find_projections(stack(Strange), {"q": "alpha", "k": "beta", "v": "gamma", "heads": HEADS})
+    assert len(found) == 3 * 3
+
+
+def test_changed_and_extended_torch_attention_is_refused() -> None:
+    class Mine(nn.MultiheadAttention):
+        pass
+
+    with pytest.raises(MethodError, match="changes torch's"):
+        oelm.apply(nn.Sequential(Mine(WIDTH, HEADS)), "oelm-freeze")
+    with pytest.raises(MethodError, match="bias_k"):
+        oelm.find_projections(nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True))
+
+
 @pytest.mark.parametrize("mask", [False, True])
 def test_the_fused_inference_path_of_torch(mask: bool) -> None:
     """With gradients off torch may take its fused kernels; they must not read a stale stacked matrix."""

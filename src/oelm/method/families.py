@@ -52,9 +52,7 @@ _T5 = r"\w*T5\w*Attention|SwitchTransformersAttention|Pop2PianoAttention|UdopAtt
 
 # The first row that fits wins: rows that ask for a class or for more children stand before the general ones.
 FAMILIES: tuple[Family, ...] = (
-    Family(
-        "torch MultiheadAttention", owner=r"(Split)?MultiheadAttention", layout="in_proj", o="out_proj", plain=False
-    ),
+    Family("torch MultiheadAttention", layout="in_proj", o="out_proj", plain=False),
     Family(
         "GPT-2 cross-attention", owner=r"\w*GPT2Attention", q="q_attn", fused="c_attn", roles=("k", "v"), o="c_proj"
     ),

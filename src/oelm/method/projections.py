@@ -399,12 +399,19 @@ def feed_forward(sites: list[Site], model: nn.Module) -> dict[str, Site]:
 
 
 def shared_names(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names by which two different modules hold one parameter (the first name is the earlier)."""
+    """Pairs of names by which two different modules hold one parameter, or two that begin at one place in memory."""
     first: dict[int, str] = {}
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{leaf}" if path else leaf
-            if id(parameter) in first:
-                yield first[id(parameter)], name
+            place = _place(parameter)
+            if place in first:
+                yield first[place], name
             else:
-                first[id(parameter)] = name
+                first[place] = name
+
+
+def _place(parameter: nn.Parameter) -> int:
+    """Where its values are; where there are none (meta, wrapped tensors) the parameter itself."""
+    plain = type(parameter.data) is Tensor and not parameter.is_meta and parameter.numel()
+    return parameter.data_ptr() if plain else id(parameter)
