@@ -85,6 +85,17 @@ def test_a_frozen_projection_costs_no_weight_gradient(frozen: str, saved: int, c
     assert products.calls == calls  # one forward, one for the input, one for each run of neighbours that train
 
 
+def test_matrices_that_lie_above_each_other_already_give_the_same() -> None:
+    attention = Attention(SHAPE).double()
+    attention.q.requires_grad_(False)
+    plain = one_pass(attention, fused=True)
+    attention.stacked = torch.cat([attention.q.weight, attention.k.weight, attention.v.weight]).detach()
+    lent = one_pass(attention, fused=True)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, lent, strict=True))
+    attention.stacked.zero_()
+    assert not torch.equal(one_pass(attention, fused=True)[0], plain[0])
+
+
 def test_tied_projections_are_multiplied_once() -> None:
     q, k, v = (nn.Linear(24, 24, bias=False) for _ in range(3))
     k.weight = q.weight

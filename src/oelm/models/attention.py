@@ -7,7 +7,7 @@ weights train, so that a frozen projection costs no weight gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ def distinct_weights(linears: list[nn.Linear]) -> list[nn.Parameter]:
     found: list[nn.Parameter] = []
     for linear in linears:
         if all(known is not linear.weight for known in found):
-            found.append(linear.weight)
+            found.append(cast(nn.Parameter, linear.weight))
     return found
 
 
