@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
 import lzma
 from pathlib import Path
@@ -119,9 +120,10 @@ def test_escaped_characters_are_text(tmp_path: Path) -> None:
 def test_cuts_fall_before_white_space() -> None:
     text = "some words \n\n and  more of them\tin a line. " * 60
     for limit in (12, 40, 333):
-        for piece in list(reading.cut(text, limit))[1:]:
-            assert piece.text[0] in reading.WHITE
-            assert piece.text[1] not in reading.WHITE
+        pieces = [piece.text for piece in reading.cut(text, limit)]
+        for before, after in itertools.pairwise(pieces):
+            assert after[0] in reading.WHITE
+            assert before[-1] not in reading.WHITE or after[1] not in reading.WHITE
 
 
 ROWS = [{"text": "one, two", "label": 1}, {"text": 'a "quoted"\nline', "label": 0}]

@@ -206,3 +206,17 @@ def test_local_paths(tmp_path: Path) -> None:
     (tmp_path / "validation.txt").write_text("v")
     with pytest.raises(DataError, match="no training files"):
         sources.local_files(tmp_path, {"text": "text"}, "lm")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a\0b"])
+def test_what_is_no_path_is_said(name: str) -> None:
+    with pytest.raises(DataError, match="path"):
+        sources.local_files(name, {"text": "text"}, "lm")
+
+
+def test_a_file_that_vanishes_is_said(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "stories" / "train.parquet", 3, "story")
+    found = sources.find(STORIES, tmp_path)
+    path.unlink()
+    with pytest.raises(MachineError, match=r"train\.parquet: cannot be read"):
+        found.identity()

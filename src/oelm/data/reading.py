@@ -25,7 +25,8 @@ COMPRESSED = frozenset({".xz", ".gz"})
 BLOCK = 1 << 20  # bytes read at a time
 PIECE = 1 << 20  # characters handed to a tokenizer at a time
 LONGEST_LINE = 64 << 20  # bytes of one JSONL or CSV line
-WHITE = " \n\r\t"
+# What Unicode calls white space; Python's isspace() also counts four separators that tokenizers do not.
+WHITE = "".join(chr(code) for code in range(0x3001) if chr(code).isspace() and not 0x1C <= code <= 0x1F)
 SEPARATOR = "<|endoftext|>"  # a line of its own between the documents of a text file
 
 _SEPARATOR = re.compile(re.escape(SEPARATOR) + r"[ \t]*\r?\n")  # literal first: that is what makes it quick
@@ -97,8 +98,8 @@ def documents(path: Path, column: str = "text") -> Iterator[Piece]:
 def cut(text: str, limit: int = PIECE) -> Iterator[Piece]:
     """A document in pieces of at most `limit` characters.
 
-    A cut falls before the last white space of a run, where every tokenizer that splits on white space
-    splits anyhow: the pieces' tokens are the document's.
+    A cut falls before a run of white space or before the last of it, where every tokenizer that splits on white
+    space splits anyhow: the pieces' tokens are the document's. Only a run or word longer than `limit` is cut within.
     """
     starts = True
     while len(text) > limit:
@@ -110,10 +111,9 @@ def cut(text: str, limit: int = PIECE) -> Iterator[Piece]:
 
 def cut_point(text: str, limit: int) -> int:
     """The last good place to cut at or before `limit`, else `limit` itself."""
-    end = limit
-    if text[limit] in WHITE:  # the run goes on beyond the limit: look before it
-        end = len(text[:limit].rstrip(WHITE))
-    at = max(text.rfind(mark, 1, end) for mark in WHITE)
+    if text[limit] in WHITE:  # a run of white space goes on beyond the limit: cut where it begins
+        return len(text[:limit].rstrip(WHITE)) or limit
+    at = max(text.rfind(mark, 1, limit) for mark in WHITE)
     return at if at > 0 else limit
 
 

@@ -163,11 +163,16 @@ class FilesFound:
     @cached_property
     def _identity(self) -> str:
         paths = [(split, path) for split in self.splits for path in self.files[split]]
-        total = sum(path.stat().st_size for _, path in paths)
         digest = hashlib.sha256()
-        for split, path in paths:
-            digest.update(f"{split}\0{path.name}\0{path.stat().st_size}\0".encode())
-            digest.update(_content(path, whole=total <= _WHOLE_HASH))
+        try:
+            sizes = [path.stat().st_size for _, path in paths]
+            for (split, path), size in zip(paths, sizes, strict=True):
+                digest.update(f"{split}\0{path.name}\0{size}\0".encode())
+                digest.update(_content(path, size, whole=sum(sizes) <= _WHOLE_HASH))
+        except OSError as error:
+            raise MachineError(
+                f"{error.filename or self.root}: cannot be read ({error.strerror or error}); check its permissions"
+            ) from None
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
@@ -410,12 +415,12 @@ def _total(counts: Iterable[int | None]) -> int | None:
     return None if any(value is None for value in known) else sum(value for value in known if value is not None)
 
 
-def _content(path: Path, *, whole: bool) -> bytes:
+def _content(path: Path, size: int, *, whole: bool) -> bytes:
     with open(path, "rb") as file:
         if whole:
             return hashlib.file_digest(file, "sha256").digest()
         ends = file.read(1 << 20)
-        file.seek(max(0, path.stat().st_size - (1 << 20)))
+        file.seek(max(0, size - (1 << 20)))
         return hashlib.sha256(ends + file.read(1 << 20)).digest()
 
 
@@ -426,6 +431,8 @@ def _short(path: Path, root: Path) -> str:
 def local_files(path: Path | str, columns: Mapping[str, str], kind: Any) -> FilesFound:
     """A file or folder of the user's as a data set of the name `local`."""
     root = Path(path).expanduser()
+    if len(root.name) > 255 or "\0" in str(root):
+        raise DataError(f"{str(root)[:60]!r}…: is no path; check path")
     dataset = DataSet(name="local", kind=kind, title="files of the user's", licence="the user's")
     if root.is_file():
         if not reading.readable(root):

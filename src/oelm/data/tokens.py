@@ -78,12 +78,12 @@ def load_tokens(name: str, folder: Path | str | None = None) -> Tokens:
         return _demo_bpe()
     if name in _FOLDER:
         return _from_file(name, _locate(name, folder))
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(name[:4000]).expanduser()
+    if len(path.name) <= 255 and path.is_dir():
         path = path / "tokenizer.json"
-    if path.suffix == ".json" or path.exists():
+    if path.suffix == ".json" or (len(path.name) <= 255 and path.exists()):
         return _from_file(name, path)
-    raise DataError(f"tokenizer {name!r} is unknown; {nearest(name, NAMES)}; or name a tokenizer.json")
+    raise DataError(f"tokenizer {name[:80]!r} is unknown; {nearest(name, NAMES)}; or name a tokenizer.json")
 
 
 def from_text(name: str, text: str, where: str) -> Tokens:
