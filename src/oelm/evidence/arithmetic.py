@@ -76,7 +76,7 @@ def gpt_trainable() -> Settled:
 
 
 def bert_parameters() -> Settled:
-    total = _bert("baseline").parameters.total
+    total = _bert("orthogonalize-frozen").parameters.total
     return total, f"BERT-base with three labels has {total:,} parameters"
 
 

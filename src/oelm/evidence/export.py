@@ -64,7 +64,7 @@ def to_gpt2(model: nn.Module, run: Run) -> Any:
         from transformers.utils import logging
     except ImportError:
         raise MachineError("export: needs transformers; pip install 'oelm[hf]'") from None
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     shape: Any = model.shape
     for reason in _not_gpt2(run, shape):
         raise ConfigError(f"export: GPT-2 has no place for {reason}; such a model is read with oelm only (oelm sample)")
@@ -86,7 +86,7 @@ def to_gpt2(model: nn.Module, run: Run) -> Any:
             "eos_token_id": None,
         }
     )
-    converted = GPT2LMHeadModel(config)
+    converted: Any = GPT2LMHeadModel(config)
     converted.load_state_dict(_gpt2_weights(model, shape))
     converted.tie_weights()
     converted.eval()

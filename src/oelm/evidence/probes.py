@@ -287,7 +287,8 @@ def _spectrum(q: Tensor, k: Tensor) -> Tensor:
 
     _, rq = torch.linalg.qr(q.t())
     _, rk = torch.linalg.qr(k.t())
-    return torch.linalg.svdvals(rq @ rk.t())
+    values: Tensor = torch.linalg.svdvals(rq @ rk.t())
+    return values
 
 
 def _effective_rank(q: Tensor, k: Tensor) -> float:

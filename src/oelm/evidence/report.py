@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,7 +306,8 @@ def _environment_for(kind: str) -> Environment:
         environment.globals["script"] = script
         environment.globals["script_hash"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         return environment
-    escape = {"md": markdown_escape, "tex": latex_escape, "toml": json.dumps}[kind]
+    escapes: dict[str, Callable[[str], str]] = {"md": markdown_escape, "tex": latex_escape, "toml": json.dumps}
+    escape = escapes[kind]
     # No HTML here: `finalize` escapes every expression for Markdown, LaTeX or TOML.
     return Environment(
         finalize=lambda value: escape(str(value)),
