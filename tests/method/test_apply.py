@@ -434,7 +434,10 @@ def test_a_failure_at_the_very_end_leaves_the_model_as_it_was(
 ) -> None:
     from oelm.method import addons
 
-    def fail(*_: Any, **__: Any) -> None:
+    attach = addons.attach
+
+    def fail(*arguments: Any) -> None:
+        attach(*arguments)
         raise MethodError("no")
 
     monkeypatch.setattr(addons, "attach", fail)

@@ -221,6 +221,14 @@ def test_cross_attention_is_labelled_and_left_alone_by_default() -> None:
         assert "decoder.cross" not in report.layers
 
 
+def test_torchs_decoder_and_a_self_attention_of_the_same_name() -> None:
+    model = nn.Transformer(WIDTH, HEADS, 2, 3, 48, batch_first=True)
+    stacks = {p.stack for p in oelm.find_projections(model)}
+    assert stacks == {"encoder", "decoder", "decoder.cross"}
+    mine = nn.ModuleDict({"multihead_attn": nn.MultiheadAttention(WIDTH, HEADS), "head": nn.Linear(WIDTH, 2)})
+    assert {p.stack for p in oelm.find_projections(mine)} == {"main"}
+
+
 def test_bert_decoder_and_gpt2_with_cross_attention() -> None:
     import transformers
     from zoo import _GPT2, _settings

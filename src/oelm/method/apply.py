@@ -158,12 +158,14 @@ def _attach(model: nn.Module, record: Record, undo: Undo) -> None:
 
 def _restorer(module: nn.Module) -> Callable[[], None]:
     """Puts back the submodules of a module, and the hooks of everything in it, as they are now."""
-    children = dict(module._modules)
+    children, attributes = dict(module._modules), dict(module.__dict__)
     hooks = {m: (m._forward_hooks.copy(), m._forward_pre_hooks.copy()) for m in module.modules()}
 
     def restore() -> None:
         module._modules.clear()
         module._modules.update(children)
+        for name, value in attributes.items():  # registering a submodule removes a plain attribute of its name
+            module.__dict__.setdefault(name, value)
         for m, (after, before) in hooks.items():
             m._forward_hooks, m._forward_pre_hooks = after, before
 

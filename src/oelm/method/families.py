@@ -97,7 +97,7 @@ FEED_FORWARD = (
     "layer.1.DenseReluDense",
     "layer.2.DenseReluDense",
 )
-CROSS = re.compile(r"cross_?att|encoder_?attn|encdecatt|encoder_decoder_att|multihead_attn", re.IGNORECASE)
+CROSS = re.compile(r"cross_?att|encoder_?attn|encdecatt|encoder_decoder_att", re.IGNORECASE)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head")
 SCALES = ("scaling", "scale", "inv_norm_factor")

@@ -203,8 +203,17 @@ def _site(
     if "o" in paths:
         output = modules[paths["o"]]
         parts["o"] = Part("o", paths["o"], output, transposed=is_transposed(output))
-    cross = bool(CROSS.search(name)) or getattr(module, "is_cross_attention", None) is True
+    cross = _is_cross(name, modules)
     return Site(family, "", 0, cross, name, module, "", n_heads, n_kv, head_dim, parts)
+
+
+def _is_cross(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """By what the module or the one around it is called; torch's decoder layer calls its own `multihead_attn`."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf == "multihead_attn":
+        return isinstance(modules[parent], nn.TransformerDecoderLayer)
+    near = ".".join(name.split(".")[-2:])
+    return bool(CROSS.search(near)) or getattr(modules[name], "is_cross_attention", None) is True
 
 
 def _require_matrix(module: nn.Module, path: str) -> None:
