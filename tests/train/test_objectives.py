@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import oelm
 from oelm.data.recall import RecallSource
 from oelm.data.spec import DataSpec
 from oelm.errors import ConfigError, DataError
 from oelm.models.build import build
-from oelm.models.shapes import Shape
+from oelm.models.shapes import PRESETS, Shape
 from oelm.train.objectives import OBJECTIVES, bare, objective_for, to_device
 
 
@@ -63,7 +64,12 @@ class Made:
             return {"bits_per_byte": outputs[0] / outputs[1], "tokenizer": "none", "tokens": outputs[1]}
         seen = np.concatenate([np.asarray(output[0]) for output in outputs])
         said = np.concatenate([np.asarray(output[1]) for output in outputs])
-        return {"examples": len(seen), "f1": float(np.maximum(said, 0).sum()), "per_example": {}, "order": seen.tolist()}
+        return {
+            "examples": len(seen),
+            "f1": float(np.maximum(said, 0).sum()),
+            "per_example": {},
+            "order": seen.tolist(),
+        }
 
 
 def reference(kind: str, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> float:
@@ -240,3 +246,32 @@ def test_wrappers_are_looked_through() -> None:
     loss, _ = objective_for(BASE, Made("lm")).loss(compiled, to_device(Made("lm").all, "cpu"))
     plain, _ = objective_for(BASE, Made("lm")).loss(model, to_device(Made("lm").all, "cpu"))
     assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+# Loss and gradient norm at the first two steps. They move when initialisation, the model, a variant or the loss does:
+# if that was not meant, it is a fault; if it was, write the new numbers and say so in the changelog.
+GOLDEN = {
+    "baseline": (6.93595, 1.48206, 6.42620, 2.17353),
+    "oelm-freeze": (6.94426, 1.54033, 6.41889, 2.13417),
+    "tied-shift": (6.94594, 1.50849, 6.42684, 1.91519),
+    "slices-shift": (6.94482, 1.51375, 6.41733, 1.81020),
+}
+
+
+@pytest.mark.parametrize("variant", list(GOLDEN))
+def test_the_first_two_steps_have_golden_numbers(variant: str) -> None:
+    model = build(PRESETS["gpt-tiny"], seed=0)
+    oelm.apply(model, variant, seed=0)
+    ids = (torch.arange(4 * 33) * 7919 % 1024).view(4, 33)
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    objective = objective_for(PRESETS["gpt-tiny"], Made("lm"))
+    training = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(training, lr=1e-2)
+    found: list[float] = []
+    for _ in range(2):
+        loss, _ = objective.loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        found += [loss.item(), torch.nn.utils.get_total_norm([p.grad for p in training]).item()]
+        optimizer.step()
+    assert found == pytest.approx(GOLDEN[variant], rel=2e-4)
