@@ -23,7 +23,7 @@ def test_the_script_asks_for_what_the_study_says(tmp_path: Path, capsys: pytest.
     settings = Slurm(partition="gpu", gres="gpu:1", time=90, account="lab", memory_gb=16, at_once=4)
     slurm.submit(study(**TUNED), tmp_path, Options(), settings, dry_run=True)
     script = capsys.readouterr().out
-    for line in ("array=0-11%4", "partition=gpu", "gres=gpu:1", "time=90", "account=lab", "mem=16GB", "requeue"):
+    for line in ("array=0-11%4", "partition=gpu", "gres=gpu:1", "time=90", "account=lab", "mem=16GB", "requeue\n"):
         assert f"#SBATCH --{line}" in script
     assert "signal=USR2@120" in script
     assert not (tmp_path / "small").exists()
