@@ -184,6 +184,19 @@ def test_padding_on_either_side_changes_no_decoder(name: str) -> None:
     close(right, full, name)
 
 
+def test_padding_between_a_prefix_and_what_follows_is_no_predecessor() -> None:
+    model = made("llama")
+    x = tokens(2, 9)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1], [1] * 9])  # the first row's prompt was padded on the right
+    with torch.no_grad():
+        full = model(x, attention_mask=mask, position_ids=torch.arange(9)[None]).logits
+        out = model(x[:, :5], attention_mask=mask[:, :5], use_cache=True)
+        later = model(x[:, 5:], attention_mask=mask, past_key_values=out.past_key_values, use_cache=True).logits
+        other = torch.where(mask.bool(), x, tokens(2, 9, seed=6))
+        close(model(other, attention_mask=mask).logits[:, 5:], full[:, 5:])
+    close(later, full[:, 5:])
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_padding_changes_no_encoder(name: str) -> None:
     model = made(name)

@@ -199,6 +199,7 @@ def _remembering(kind: Any) -> Any:
 
     class Remembering(kind):  # type: ignore[misc]
         remembers_key = True
+        _layer_type = None  # or transformers would make every new cache of this type from this class
         last_key: Tensor | None
         last_seen: int
 
@@ -225,6 +226,8 @@ def _remembering(kind: Any) -> Any:
             super().reset()
             self.last_key = None
 
+    if hasattr(kind, "_layer_type"):
+        Remembering._layer_type = kind._layer_type
     Remembering.__name__ = Remembering.__qualname__ = kind.__name__
     return Remembering
 
