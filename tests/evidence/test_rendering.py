@@ -166,6 +166,7 @@ def test_the_third_sentence_says_how_the_gap_moves(tmp_path):
     assert any(figure.name == "gap-over-tokens" for figure in view["figures"])
 
 
+@pytest.mark.slow
 def test_index_and_final_report(made, tmp_path, monkeypatch):
     study, table = made
     results.write(table, tmp_path / "results")

@@ -1,20 +1,17 @@
-"""Figures as SVG that is the same bytes every time, readable on light and dark pages, in print and without colour.
+"""Every plot of a study's report.
 
-Owns the style and every plot of a report. Arms differ by colour, marker and dash; ink is `currentColor`, so the page's
-own colour decides. Refuses to draw what it has no numbers for: such a figure is left out.
+Owns which plots there are and what they show; drawing.py owns how they look. Refuses to draw what it has no numbers
+for: such a figure is left out.
 """
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from oelm.evidence.drawing import COLOURS, INK, Figure, figure, legend, log_axis, looks, mesh, readable, slug
 from oelm.evidence.labels import budget_of, count, stratum_of
 from oelm.evidence.narrative import gap_line
 from oelm.evidence.results import Row, Table
@@ -23,58 +20,7 @@ from oelm.study.rows import HIGHER_IS_BETTER, Study
 
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
-
-# Okabe and Ito's colours, without black and yellow: the rest read on white and on near-black.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
-DASHES = ("-", "--", "-.", ":")
-INK = "#123456"  # a colour nothing else uses; becomes currentColor
-STYLE: dict[str, Any] = {
-    "svg.hashsalt": "oelm",
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
-    "text.color": INK,
-    "text.usetex": False,
-    "text.parse_math": False,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#8a94a0",
-    "grid.alpha": 0.3,
-    "grid.linewidth": 0.6,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One finished figure and how to draw it again as PDF."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
-    pdf: Callable[[], bytes]
-
-    @property
-    def markup(self) -> Any:
-        """The SVG for a template: matplotlib escaped its texts."""
-        from markupsafe import Markup
-
-        return Markup(self.svg)
 
 
 def of_study(study: Study, results: Table, comparisons: Sequence[Comparison]) -> list[Figure]:
@@ -118,7 +64,7 @@ def differences(comparisons: Sequence[Comparison]) -> Figure | None:
             axis.set_ylim(-0.6, len(group) - 0.4)
             axis.set_xlabel(unit)
 
-    return _figure(
+    return figure(
         "differences",
         "Paired differences",
         "Each small dot is one seed's difference (arm minus reference); diamonds are means, bars 95 % t intervals.",
@@ -135,7 +81,7 @@ def learning_curves(results: Table, stratum: str) -> Figure | None:
 
     def draw(canvas: Canvas) -> None:
         axis = canvas.subplots()
-        for look, (arm, members) in _looks(_by(rows, "arm")):
+        for look, (arm, members) in looks(_by(rows, "arm")):
             curves = [dict(results.curves[row["run_id"]]) for row in members]
             tokens = sorted(set.intersection(*(set(curve) for curve in curves)))
             if len(tokens) < 2:
@@ -146,10 +92,10 @@ def learning_curves(results: Table, stratum: str) -> Figure | None:
         axis.set_xlabel("tokens")
         axis.xaxis.set_major_formatter(lambda value, _: count(value))
         axis.set_ylabel("validation loss (nats)")
-        _legend(axis)
+        legend(axis)
 
-    return _figure(
-        f"curves-{_slug(stratum)}",
+    return figure(
+        f"curves-{slug(stratum)}",
         f"Learning curves: {stratum}",
         "Mean over seeds at the largest budget; bands reach from the best to the worst seed. Points inside a schedule mislead about the end of a shorter one.",
         draw,
@@ -169,7 +115,7 @@ def gap_over_tokens(comparisons: Sequence[Comparison]) -> Figure | None:
 
     def draw(canvas: Canvas) -> None:
         axis = canvas.subplots()
-        for look, ((arm, against, stratum), line) in _looks(lines):
+        for look, ((arm, against, stratum), line) in looks(lines):
             scale = _scaled(line[0])
             tokens = [c.tokens for c in line]
             means = [scale(c.estimate.mean) for c in line if c.estimate]
@@ -179,12 +125,12 @@ def gap_over_tokens(comparisons: Sequence[Comparison]) -> Figure | None:
                 if c.estimate and c.estimate.t_interval:
                     axis.plot([c.tokens, c.tokens], [scale(v) for v in c.estimate.t_interval], color=look[0], lw=1)
         axis.axhline(0, color=INK, lw=0.8)
-        _log_axis(axis, {c.tokens or 0.0 for line in lines.values() for c in line}, count)
+        log_axis(axis, {c.tokens or 0.0 for line in lines.values() for c in line}, count)
         axis.set_xlabel("tokens seen")
         axis.set_ylabel(_unit(next(iter(lines.values()))[0]))
-        _legend(axis)
+        legend(axis)
 
-    return _figure(
+    return figure(
         "gap-over-tokens",
         "Gap over tokens",
         "Every point is the mean paired difference of finished schedules of that budget, with its 95 % t interval.",
@@ -208,7 +154,7 @@ def gap_over_scale(results: Table, comparisons: Sequence[Comparison]) -> Figure 
 
     def draw(canvas: Canvas) -> None:
         axis = canvas.subplots()
-        for look, ((arm, against), line) in _looks(lines):
+        for look, ((arm, against), line) in looks(lines):
             scale = _scaled(line[0])
             ordered = sorted(line, key=lambda c: float(sizes[c.stratum]))
             for c in ordered:
@@ -225,12 +171,12 @@ def gap_over_scale(results: Table, comparisons: Sequence[Comparison]) -> Figure 
                 label=f"{arm} − {against}",
             )
         axis.axhline(0, color=INK, lw=0.8)
-        _log_axis(axis, {float(sizes[c.stratum]) for line in lines.values() for c in line}, count)
+        log_axis(axis, {float(sizes[c.stratum]) for line in lines.values() for c in line}, count)
         axis.set_xlabel("parameters")
         axis.set_ylabel(_unit(next(iter(lines.values()))[0]))
-        _legend(axis)
+        legend(axis)
 
-    return _figure(
+    return figure(
         "gap-over-scale",
         "Gap against scale",
         "Mean paired difference against the number of parameters, with 95 % t intervals.",
@@ -247,7 +193,7 @@ def rate_curves(study: Study, results: Table, stratum: str) -> Figure | None:
 
     def draw(canvas: Canvas) -> None:
         axis = canvas.subplots()
-        for look, (arm, members) in _looks(_by(rows, "arm")):
+        for look, (arm, members) in looks(_by(rows, "arm")):
             rates = sorted({row["lr"] for row in members})
             finished = [row for row in members if row.get(column) is not None and row["status"] == "done"]
             means = {rate: [float(r[column]) for r in finished if r["lr"] == rate] for rate in rates}
@@ -263,13 +209,13 @@ def rate_curves(study: Study, results: Table, stratum: str) -> Figure | None:
             axis.plot([r["lr"] for r in finished], [r[column] for r in finished], ".", color=look[0], alpha=0.5)
             lost = [row["lr"] for row in members if row["status"] == "diverged"]
             axis.plot(lost, np.full(len(lost), 0.98), "x", color=look[0], transform=axis.get_xaxis_transform())
-        _log_axis(axis, {row["lr"] for row in rows}, lambda rate: f"{rate:g}")
+        log_axis(axis, {row["lr"] for row in rows}, lambda rate: f"{rate:g}")
         axis.set_xlabel("learning rate")
         axis.set_ylabel(column.replace(".", " "))
-        _legend(axis)
+        legend(axis)
 
-    return _figure(
-        f"rates-{_slug(stratum)}",
+    return figure(
+        f"rates-{slug(stratum)}",
         f"Learning rates: {stratum}",
         "Every dot is a run, lines join the means; a cross at the top edge is a run that diverged.",
         draw,
@@ -307,17 +253,17 @@ def stability_map(study: Study, results: Table, stratum: str) -> Figure | None:
                         ha="center",
                         va="center",
                         fontsize=6.5,
-                        color=_readable(float(row[column]), low, high),
+                        color=readable(float(row[column]), low, high),
                     )
-            image = _mesh(axis, cells, low, high)
+            image = mesh(axis, cells, low, high)
             axis.set_title(arm, fontsize=10)
             axis.grid(visible=False)
             axis.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates], rotation=90, fontsize=8)
             axis.set_yticks(range(len(seeds)), [str(seed) for seed in seeds], fontsize=8)
         canvas.colorbar(image, ax=grid.ravel().tolist(), shrink=0.8, label=column.replace(".", " "))
 
-    return _figure(
-        f"stability-{_slug(stratum)}",
+    return figure(
+        f"stability-{slug(stratum)}",
         f"Stability: {stratum}",
         "Learning rate (across) by seed (down) for each arm; × is a run that diverged, an empty cell one that was not made.",
         draw,
@@ -355,7 +301,7 @@ def quality_against_cost(study: Study, results: Table, stratum: str) -> Figure |
         grid = canvas.subplots(1, len(costs), squeeze=False, sharey=True)[0]
         for axis, (key, label) in zip(grid, costs, strict=True):
             points = []
-            for look, (arm, members) in _looks(_by(rows, "arm")):
+            for look, (arm, members) in looks(_by(rows, "arm")):
                 for budget in sorted({budget_of(row) for row in members}):
                     at = [row for row in members if budget_of(row) == budget and row.get(key) is not None]
                     if not at:
@@ -370,10 +316,10 @@ def quality_against_cost(study: Study, results: Table, stratum: str) -> Figure |
             axis.xaxis.set_major_formatter(lambda value, _: count(value))
             axis.xaxis.set_major_locator(MaxNLocator(4))
         grid[0].set_ylabel(column.replace(".", " "))
-        _legend(grid[-1])
+        legend(grid[-1])
 
-    return _figure(
-        f"cost-{_slug(stratum)}",
+    return figure(
+        f"cost-{slug(stratum)}",
         f"Quality against cost: {stratum}",
         "Means over seeds; the thin line is the Pareto front. Times compare only on one device.",
         draw,
@@ -381,137 +327,7 @@ def quality_against_cost(study: Study, results: Table, stratum: str) -> Figure |
     )
 
 
-def head_grids(name: str, title: str, caption: str, arms: Mapping[str, Any]) -> Figure:
-    """Layers × heads, one panel an arm, on one colour scale: for the probes."""
-    grids = {arm: np.asarray(values, dtype=float) for arm, values in arms.items()}
-    low = min(float(np.nanmin(values)) for values in grids.values())
-    high = max(float(np.nanmax(values)) for values in grids.values())
-
-    def draw(canvas: Canvas) -> None:
-        axes = canvas.subplots(1, len(grids), squeeze=False)[0]
-        for axis, (arm, values) in zip(axes, grids.items(), strict=True):
-            image = _mesh(axis, values, low, high)
-            axis.grid(visible=False)
-            axis.set_title(arm, fontsize=10)
-            axis.set_xlabel("head")
-            axis.set_xticks(range(values.shape[1]))
-            axis.set_yticks(range(values.shape[0]))
-            if values.size <= 200:
-                for (layer, head), value in np.ndenumerate(values):
-                    axis.text(
-                        head,
-                        layer,
-                        f"{value:.2g}",
-                        ha="center",
-                        va="center",
-                        fontsize=6.5,
-                        color=_readable(float(value), low, high),
-                    )
-        axes[0].set_ylabel("layer")
-        canvas.colorbar(image, ax=axes.tolist(), shrink=0.8)
-
-    layers = max(values.shape[0] for values in grids.values())
-    figure = _figure(name, title, caption, draw, width=max(4.5, 3.4 * len(grids)), height=1.3 + 0.34 * layers)
-    assert figure is not None
-    return figure
-
-
-def attention_map(name: str, title: str, layers: Sequence[Any], tokens: Sequence[str]) -> Figure:
-    """Every head's attention on one text, layers down and heads across; only short texts are legible."""
-
-    def draw(canvas: Canvas) -> None:
-        grid = canvas.subplots(len(layers), len(layers[0]), squeeze=False)
-        for layer, heads in enumerate(layers):
-            for head, cells in enumerate(heads):
-                axis = grid[layer, head]
-                _mesh(axis, np.asarray(cells), 0.0, 1.0)
-                axis.grid(visible=False)
-                axis.set_title(f"{layer}.{head}", fontsize=7, pad=2)
-                small = head == 0 and len(tokens) <= 24
-                axis.set_yticks(range(len(tokens)) if small else [], tokens if small else [], fontsize=5)
-                axis.set_xticks([])
-
-    return _figure(
-        name,
-        title,
-        "Layer.head; rows read, columns are read; yellow is all of a row's attention.",
-        draw,
-        width=1.5 * len(layers[0]) + 1,
-        height=1.5 * len(layers) + 0.4,
-    )
-
-
 # ---- shared parts
-
-
-def _figure(
-    name: str, title: str, caption: str, draw: Callable[[Canvas], None], *, width: float = 7.0, height: float = 3.6
-) -> Figure:
-    from matplotlib.figure import Figure as Canvas
-
-    def saved(kind: str) -> bytes:
-        with _style(kind):
-            canvas = Canvas(figsize=(width, height), layout="constrained")
-            draw(canvas)
-            buffer = io.BytesIO()
-            metadata = (
-                {"Date": None, "Creator": None}
-                if kind == "svg"
-                else {"CreationDate": None, "Creator": None, "Producer": None}
-            )
-            canvas.savefig(buffer, format=kind, metadata=metadata)
-            return buffer.getvalue()
-
-    return Figure(name, title, caption, _inline(saved("svg").decode(), name), lambda: saved("pdf"))
-
-
-def _style(kind: str) -> AbstractContextManager[None]:
-    import matplotlib as mpl
-
-    ink = {key: "#1b1f24" for key, value in STYLE.items() if value == INK} if kind == "pdf" else {}
-    settings: Any = STYLE | ink
-    return mpl.rc_context(settings)
-
-
-def _inline(svg: str, name: str) -> str:
-    """The SVG without its XML head, ink as currentColor, ids of its own (several share a page)."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = svg.replace(INK, "currentColor")
-    prefix = _slug(name)
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
-    return re.sub(r"url\(#", f"url(#{prefix}-", svg)
-
-
-def _mesh(axis: Axes, cells: Any, low: float, high: float) -> Any:
-    """Cells as vectors in twelve colours: no raster, whose bytes would depend on the compressor."""
-    import matplotlib as mpl
-
-    rows, columns = np.shape(cells)
-    mesh = axis.pcolormesh(
-        np.arange(columns + 1) - 0.5,
-        np.arange(rows + 1) - 0.5,
-        np.ma.masked_invalid(cells),
-        cmap=mpl.colormaps["cividis"].resampled(12),
-        vmin=low,
-        vmax=max(high, low + 1e-9),
-    )
-    axis.invert_yaxis()
-    return mesh
-
-
-def _readable(value: float, low: float, high: float) -> str:
-    """White on the dark half of the colours, near-black on the light half."""
-    return "#ffffff" if value < low + 0.6 * (high - low) else "#111111"
-
-
-def _looks(groups: Mapping[Any, Any]) -> list[tuple[tuple[str, str, str], Any]]:
-    """Colour, marker and dash for each group, the same for the same place in the order."""
-    return [
-        ((COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], DASHES[i % len(DASHES)]), item)
-        for i, item in enumerate(groups.items())
-    ]
 
 
 def _by(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
@@ -519,24 +335,6 @@ def _by(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
     for row in sorted(rows, key=lambda r: str(r[column])):
         groups.setdefault(str(row[column]), []).append(row)
     return groups
-
-
-def _legend(axis: Axes) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    if unique:
-        axis.legend(unique.values(), unique.keys(), loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8.5)
-
-
-def _log_axis(axis: Axes, places: set[float], said: Callable[[float], str]) -> None:
-    """A logarithmic axis with ticks where the points are, in plain text."""
-    axis.set_xscale("log")
-    ticks: list[float] = []
-    for place in sorted(places):
-        if not ticks or place > ticks[-1] * 1.25:
-            ticks.append(place)
-    axis.set_xticks(ticks, [said(tick) for tick in ticks])
-    axis.minorticks_off()
 
 
 def _strata(results: Table) -> list[str]:
@@ -585,7 +383,3 @@ def _front(points: Sequence[tuple[float, float]], *, higher: bool) -> list[tuple
         if not best or (y > best[-1][1] if higher else y < best[-1][1]):
             best.append((x, y))
     return best
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower() or "figure"

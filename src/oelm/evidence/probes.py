@@ -343,16 +343,16 @@ def text_ids(run: Run, text: str | None, *, rows: int = 8) -> Tensor | None:
 
 def as_view(probes: Sequence[Probe], maps: Mapping[str, tuple[Any, Sequence[str]]] | None = None) -> dict[str, Any]:
     """What the probes' page shows, arms side by side; `maps`: attention (layers, heads, T, T) and tokens by arm."""
-    from oelm.evidence import figures
+    from oelm.evidence import headmaps
 
     made = []
     for name, (title, caption) in GRIDS.items():
         grids = {one.name: np.asarray(one.grids()[name], dtype=float) for one in probes}
         drawn = {arm: values for arm, values in grids.items() if np.isfinite(values).any()}
         if drawn:
-            made.append(figures.head_grids(f"probe-{name}", title, caption, drawn))
+            made.append(headmaps.head_grids(f"probe-{name}", title, caption, drawn))
     for number, (title, (layers, tokens)) in enumerate((maps or {}).items()):
-        made.append(figures.attention_map(f"map-{number}", f"Attention of {title}", layers, tokens))
+        made.append(headmaps.attention_map(f"map-{number}", f"Attention of {title}", layers, tokens))
     return {
         "title": "Probes: " + ", ".join(one.name for one in probes),
         "figures": made,

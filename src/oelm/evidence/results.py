@@ -77,7 +77,7 @@ def collect(study: Study, runs_root: Path | str, overrides: Mapping[str, Any] | 
 
 def table(study: str, rows: Iterable[Row], curves: Mapping[str, Curve] | None = None) -> Table:
     """A table in its fixed order, its texts free of control characters."""
-    ordered = sorted(({key: _visible(value) for key, value in row.items()} for row in rows), key=_order)
+    ordered = sorted(({key: visible(value) for key, value in row.items()} for row in rows), key=_order)
     return Table(study=study, rows=tuple(ordered), curves=dict(sorted((curves or {}).items())))
 
 
@@ -256,7 +256,7 @@ def _curve(record: Mapping[str, Any]) -> Curve:
     ]
 
 
-def _visible(value: Any) -> Any:
+def visible(value: Any) -> Any:
     """Text on one line: control characters, bidi marks and lone surrogates as their escapes."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value) if isinstance(value, str) else value
 

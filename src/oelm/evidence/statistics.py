@@ -188,7 +188,11 @@ def _undecided(c: Comparison, why: str) -> Comparison:
             margin=c.margin,
             lower_is_better=c.lower_is_better,
         )
-        said = f"{more} more seeds would decide" if more else "no number of seeds below 1,000 would decide"
+        said = (
+            f"{more} more seed{'s' if more > 1 else ''} would decide"
+            if more
+            else "no number of seeds below 1,000 would decide"
+        )
         why = f"{why}; {said}" if why else said
     return replace(c, verdict=UNDECIDED, reason=why, more_seeds=more)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from oelm.evidence import narrative
-from oelm.evidence.results import Table
+from oelm.evidence.results import Table, visible
 from oelm.evidence.statistics import Comparison, judge
 from oelm.study.rows import Study
 
@@ -42,18 +42,16 @@ def show(said: dict[str, Any]) -> None:
     from rich.table import Table as Lines
     from rich.text import Text
 
-    from oelm.cli.output import clean
-
     console = Console()
-    console.print(Text(clean(said["study"]), style="bold"), Text(clean(said["question"])))
+    console.print(Text(visible(said["study"]), style="bold"), Text(visible(said["question"])))
     for sentence in said["answer"]:
-        console.print(Text(clean(sentence)))
+        console.print(Text(visible(sentence)))
     lines = Lines(show_edge=False, pad_edge=False)
     for head in ("arm", "against", "budget", "n", "difference", "95 % t interval", "Holm p", "verdict"):
         lines.add_column(head)
     for c in said["comparisons"]:
         cells = (c["arm"], c["against"], c["budget"], str(c["shown"]["n"]), c["shown"]["difference"] or "–")
         rest = (c["shown"]["interval"] or "–", narrative.p_value(c["p_holm"]), c["shown"]["said"])
-        lines.add_row(*(Text(clean(cell)) for cell in (*cells, *rest)))
+        lines.add_row(*(Text(visible(cell)) for cell in (*cells, *rest)))
     if said["comparisons"]:
         console.print(lines)
