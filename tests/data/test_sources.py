@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from oelm.data import sources
+from oelm.data import hub, sources
 from oelm.data.sources import DataSet, Hub, Layout
 from oelm.errors import DataError, MachineError
 
@@ -114,7 +114,7 @@ def test_a_hub_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("urllib.request.urlopen", hang)
     begun = time.monotonic()
-    assert not sources.hub_answers(patience=0.2)
+    assert not hub.answers(patience=0.2)
     assert time.monotonic() - begun < 0.9
 
 
@@ -139,8 +139,10 @@ def test_the_hub_is_read_as_its_libraries_give_it(tmp_path: Path, monkeypatch: p
     _parquet(repository / "data" / "train-00000-of-00001.parquet", 3, "story")
     _parquet(repository / "data" / "validation-00000-of-00001.parquet", 2, "story")
     for stream in (False, True):
-        hub = Hub(id=str(repository), splits=STORIES.hub.splits, columns=STORIES.hub.columns, stream=stream)  # type: ignore[union-attr]
-        dataset = DataSet(name="stories", kind="lm", title="s", licence="s", hub=hub, official={"train": 3, "test": 2})
+        local = Hub(id=str(repository), splits=STORIES.hub.splits, columns=STORIES.hub.columns, stream=stream)  # type: ignore[union-attr]
+        dataset = DataSet(
+            name="stories", kind="lm", title="s", licence="s", hub=local, official={"train": 3, "test": 2}
+        )
         found = sources.find(dataset)
         assert found.place == "cache"
         assert found.splits == ("train", "test")
@@ -162,8 +164,8 @@ def test_what_the_hub_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("Dataset scripts are no longer supported\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
-    monkeypatch.setattr(sources, "hub_answers", lambda: True)
-    monkeypatch.setattr(sources, "offline", lambda: False)
+    monkeypatch.setattr(hub, "answers", lambda: True)
+    monkeypatch.setattr(hub, "offline", lambda: False)
     with pytest.raises(DataError, match=r"someone/stories.*scripts are no longer supported") as caught:
         sources.find(STORIES)
     assert "\n" not in str(caught.value)
@@ -174,8 +176,8 @@ def test_without_the_extra_the_hub_says_what_to_install(monkeypatch: pytest.Monk
     import sys
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.setattr(sources, "hub_answers", lambda: True)
-    monkeypatch.setattr(sources, "offline", lambda: False)
+    monkeypatch.setattr(hub, "answers", lambda: True)
+    monkeypatch.setattr(hub, "offline", lambda: False)
     with pytest.raises(MachineError, match=r"oelm\[data\]"):
         sources.find(STORIES)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from oelm.data import corpora, disk, parcel, sources
+from oelm.data import corpora, disk, hub, parcel, sources
 from oelm.data.prepare import Report, Wanted, prepared
 from oelm.data.sources import DataSet, Found
 from oelm.data.spec import DataSpec
@@ -208,7 +208,7 @@ def _seen(dataset: DataSet, folder: Path | str | None) -> tuple[str | None, dict
         return found.place, said
     if dataset.hub is None:
         return None, {}
-    return ("cache" if sources.in_hub_cache(dataset.hub) else "hub"), {}
+    return ("cache" if hub.in_cache(dataset.hub.id) else "hub"), {}
 
 
 def _found_or_none(dataset: DataSet, folder: Path | str | None) -> Found | None:

@@ -6,26 +6,21 @@ Owns `DataSet` (one row of the tables in corpora.py and tasks.py), the search, a
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import hashlib
 import os
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from oelm.data import reading
+from oelm.data import hub, reading
 from oelm.errors import DataError, MachineError
 
 
 Status = Literal["real", "partial", "demo", "synthetic"]
 SPLITS = ("train", "validation", "test")
-HUB_PATIENCE = 6.0  # seconds to find out that there is no network
 _WHOLE_HASH = 1 << 30  # source files up to this size in all are hashed whole, larger ones at both ends
 
 
@@ -218,8 +213,8 @@ class HubFound:
 
     def identity(self) -> str:
         prints = {split: str(getattr(data, "_fingerprint", "")) for split, data in self.loaded.items()}
-        hub = (self.hub.id, self.hub.config, self.hub.revision, self.hub.rows)
-        return hashlib.sha256(repr((hub, sorted(prints.items()))).encode()).hexdigest()
+        origin = (self.hub.id, self.hub.config, self.hub.revision, self.hub.rows)
+        return hashlib.sha256(repr((origin, sorted(prints.items()))).encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
         counts = self.counts()
@@ -301,7 +296,7 @@ def find(dataset: DataSet, folder: Path | str | None = None) -> Found:
         looked = [str(path) for _, path in data_folders(folder)]
         raise DataError(
             f"data set {dataset.name!r} is not on this machine and the hub "
-            f"{'is switched off (HF_HUB_OFFLINE)' if offline() else 'cannot be reached'}"
+            f"{'is switched off (HF_HUB_OFFLINE)' if hub.offline() else 'cannot be reached'}"
             f" (looked in {', '.join([*looked, 'the Hugging Face cache'])}): put {dataset.expected()} into a folder "
             f"and name it with --folder or OELM_DATA"
         )
@@ -323,91 +318,12 @@ def find_hub(dataset: DataSet) -> HubFound | None:
     """The data set out of the Hugging Face cache or off the hub; None when neither has it."""
     if dataset.hub is None:
         return None
-    cached = _loaded(dataset.hub, fetch=False)
+    cached = hub.load(dataset.hub, fetch=False)
     if cached:
         return HubFound(dataset=dataset, place="cache", hub=dataset.hub, loaded=cached)
-    if offline() or not hub_answers():
+    if hub.offline() or not hub.answers():
         return None
-    return HubFound(dataset=dataset, place="hub", hub=dataset.hub, loaded=_loaded(dataset.hub, fetch=True))
-
-
-def in_hub_cache(hub: Hub) -> bool:
-    """Whether the Hugging Face caches have a folder for it, without loading anything."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    hubs = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    made = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
-    owner, _, name = hub.id.rpartition("/")
-    plain = f"{owner}___{name}".casefold().replace("_", "").replace("-", "")
-    named = (path.name.casefold().replace("_", "").replace("-", "") for path in made.glob("*___*"))
-    return (hubs / f"datasets--{owner}--{name}").is_dir() or any(other == plain for other in named)
-
-
-def offline() -> bool:
-    """Whether the user has switched the hub off."""
-    return any(
-        os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
-
-
-def hub_answers(patience: float = HUB_PATIENCE) -> bool:
-    """Whether the hub can be reached, found out within `patience` seconds even where DNS hangs."""
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=patience):
-                answered.set()
-        except urllib.error.HTTPError:
-            answered.set()
-        except (OSError, ValueError):
-            pass
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(patience)
-    return answered.is_set()
-
-
-def _loaded(hub: Hub, *, fetch: bool) -> dict[str, Any]:
-    try:
-        import datasets
-    except ImportError:
-        if not fetch:
-            return {}
-        raise MachineError(f"{hub.id} is on the hub: install oelm[data] to read it, or name a --folder") from None
-    load: Any = datasets.load_dataset  # type: ignore[attr-defined]
-    loaded = {}
-    with contextlib.nullcontext() if fetch else _without_network():
-        for split, theirs in hub.splits.items():
-            try:
-                streaming = hub.stream and fetch
-                loaded[split] = load(hub.id, hub.config, split=theirs, revision=hub.revision, streaming=streaming)
-            except Exception as error:  # the hub's libraries raise what their transport raises
-                if not fetch:
-                    return {}
-                raise DataError(f"{hub.id} ({theirs}): cannot be fetched ({_brief(error)}); name a --folder") from None
-    return loaded
-
-
-@contextlib.contextmanager
-def _without_network() -> Iterator[None]:
-    """Look into the cache only. `local_files_only` is not enough: datasets 5.2 asks the hub six times all the same."""
-    import datasets
-    from huggingface_hub import constants
-
-    before = (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
-    constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = True, True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
-
-
-def _brief(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:160] if text else type(error).__name__
+    return HubFound(dataset=dataset, place="hub", hub=dataset.hub, loaded=hub.load(dataset.hub, fetch=True))
 
 
 def _total(counts: Iterable[int | None]) -> int | None:

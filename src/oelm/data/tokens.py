@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from oelm.data import sources
+from oelm.data import hub, sources
 from oelm.errors import DataError, nearest
 from oelm.values import digest
 
@@ -151,7 +151,7 @@ def _locate(name: str, folder: Path | str | None) -> Path:
     if path_or_none is None:
         raise DataError(
             f"tokenizer {name!r} is not on this machine and the hub "
-            f"{'is switched off (HF_HUB_OFFLINE)' if sources.offline() else 'cannot be reached'}: put "
+            f"{'is switched off (HF_HUB_OFFLINE)' if hub.offline() else 'cannot be reached'}: put "
             f"tokenizers/{_FOLDER[name]}/tokenizer.json into a folder and name it with --folder or OELM_DATA, "
             f'or use tokenizer = "bytes"'
         )
@@ -165,7 +165,7 @@ def _from_hub(name: str) -> Path | None:
         cached = try_to_load_from_cache(repository, "tokenizer.json")
         if isinstance(cached, str):
             return Path(cached)
-    if sources.offline() or not sources.hub_answers():
+    if hub.offline() or not hub.answers():
         return None
     try:
         return Path(hf_hub_download(_HUB[name][0], "tokenizer.json"))
