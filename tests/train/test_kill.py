@@ -18,7 +18,7 @@ from oelm.train.checkpoint import load_weights
 from oelm.train.loop import train
 
 
-THAWING = {"base": "oelm-freeze", "thaw": {"order": "top-down", "start": 6, "end": 14}}
+THAWING = {"base": "oelm-freeze", "thaw": {"order": "top-down", "start": 5, "end": 15}}
 
 
 def undisturbed(folder: Path, **changes: Any) -> float:
@@ -56,6 +56,26 @@ def test_killed_at_random_instants_it_ends_bit_equal(tmp_path: Path, changes: di
         folder = tmp_path / f"killed-{trial}"
         killed_often(folder, seconds, rng, 3, **changes)
         assert_same_end(folder, tmp_path / "reference")
+
+
+@pytest.mark.parametrize("looks", [24, 5], ids=["a line a step", "a line every four steps"])
+@pytest.mark.parametrize("at", [8, 12, 20])
+def test_stopped_between_a_save_and_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int, at: int
+) -> None:
+    """Saves fall on thaws (5, 15), between train lines and on them (20)."""
+    monkeypatch.setattr("oelm.train.loop.LOOKS", looks)
+    run = small_run(variant=THAWING)
+    train(run, tmp_path / "reference", progress="none")
+
+    def stop(line: Any) -> None:
+        if line["kind"] == "train" and line["step"] == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, tmp_path / "stopped", progress="none", checkpoint_every=5, on_event=stop)
+    train(run, tmp_path / "stopped", progress="none", checkpoint_every=5)
+    assert_same_end(tmp_path / "stopped", tmp_path / "reference")
 
 
 @pytest.mark.slow
