@@ -30,7 +30,10 @@ def ls(
     runs: RunsFolder = Path("runs"),
     json: bool = typer.Option(False, "--json", help="For machines."),
 ) -> None:
-    """Find runs by what they are. [bold]Example[/]: oelm runs ls fair-lm variant.freeze=qk --state done"""
+    """Find runs by what they are.
+
+    [bold]Examples[/]: oelm runs ls fair-lm --state done · oelm runs ls variant.freeze=qk optimizer.lr=0.001
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -59,7 +62,10 @@ def show(
     runs: RunsFolder = Path("runs"),
     json: bool = typer.Option(False, "--json", help="For machines."),
 ) -> None:
-    """One run: state, settings, numbers."""
+    """One run: state, settings, numbers.
+
+    [bold]Examples[/]: oelm runs show baseline-s11 · oelm runs show runs/demo/baseline-s11-0123abcd --json
+    """
     from oelm.cli.output import as_json
     from oelm.study.archive import describe
     from oelm.study.folder import find_run
@@ -92,7 +98,10 @@ def diff(
     runs: RunsFolder = Path("runs"),
     json: bool = typer.Option(False, "--json", help="For machines."),
 ) -> None:
-    """What differs between two runs' settings."""
+    """What differs between two runs' settings.
+
+    [bold]Examples[/]: oelm runs diff GPT-06 GPT-07 · oelm runs diff baseline-s11 oelm-freeze-s11 --json
+    """
     from oelm.cli.output import as_json, note
     from oelm.study.archive import differences
     from oelm.study.folder import find_run
@@ -112,7 +121,10 @@ def rm(
     runs: RunsFolder = Path("runs"),
     yes: bool = typer.Option(False, "--yes", help="Do not ask."),
 ) -> None:
-    """Delete runs, with everything they hold."""
+    """Delete runs, with everything they hold.
+
+    [bold]Examples[/]: oelm runs rm baseline-s11 · oelm runs rm GPT-06 GPT-07 --yes
+    """
     from oelm.cli.output import note
     from oelm.study.archive import remove
     from oelm.study.folder import find_run, folder_bytes
@@ -139,7 +151,7 @@ def archive(
 ) -> None:
     """Pack the records of finished runs (settings, metrics, results); checkpoints stay out, and with --drop go.
 
-    [bold]Example[/]: oelm runs archive original --drop --keep-best
+    [bold]Examples[/]: oelm runs archive demo · oelm runs archive original --drop --keep-best --to original.tar.gz
     """
     from oelm.cli.output import note
     from oelm.errors import ConfigError

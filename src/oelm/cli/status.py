@@ -21,7 +21,10 @@ def status(
     runs: RunsFolder = Path("runs"),
     json: bool = typer.Option(False, "--json", help="For machines."),
 ) -> None:
-    """Say how far each study is: done, running, partial, failed. [bold]Example[/]: oelm status"""
+    """Say how far each study is: done, running, partial, failed.
+
+    [bold]Examples[/]: oelm status · oelm status fair-lm --json
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
