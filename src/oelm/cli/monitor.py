@@ -91,8 +91,10 @@ def table(snapshot: dict[str, Any], height: int | None) -> RenderableType:
     rows = snapshot["runs"] if height is None else snapshot["runs"][: max(1, height)]
     grid = Table(box=None, expand=False, pad_edge=False)
     for name in ("state", "run", "step", "loss", "", "validation", "tok/s", "left", "device", "beat"):
-        wide = {"min_width": 16, "ratio": 1} if name == "run" else {}
-        grid.add_column(name, overflow="fold" if name == "run" else "ellipsis", no_wrap=name != "run", **wide)
+        if name == "run":
+            grid.add_column(name, overflow="fold", min_width=16, ratio=1)
+        else:
+            grid.add_column(name, overflow="ellipsis", no_wrap=True)
     for row in rows:
         steps = f"{row['step'] or 0:,}/{row['steps']:,}" if row["steps"] else f"{row['step'] or ''}"
         grid.add_row(
