@@ -59,7 +59,7 @@ def test_killed_at_random_instants_it_ends_bit_equal(tmp_path: Path, changes: di
 
 
 @pytest.mark.parametrize("looks", [24, 5], ids=["a line a step", "a line every four steps"])
-@pytest.mark.parametrize("at", [8, 12, 20])
+@pytest.mark.parametrize("at", [8, 20])
 def test_stopped_between_a_save_and_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int, at: int
 ) -> None:
