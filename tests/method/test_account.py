@@ -14,6 +14,7 @@ from oelm.models.gpt import GPT
 from oelm.models.shapes import Shape
 
 
+SLOW = pytest.mark.slow
 TINY = Shape(width=32, layers=2, heads=4, hidden=64, vocab=50, context=16, dropout=0.0)
 
 
@@ -47,8 +48,12 @@ def test_bert_base(length: int, share: str) -> None:
     assert f"length {length}" in str(found)
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "t5", "llama", "albert"])
-@pytest.mark.parametrize("variant", ["oelm-freeze", "qk-ffn", "progressive", "baseline"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "gpt2", "t5", *(pytest.param(n, marks=SLOW) for n in ("bert", "llama", "albert"))]
+)
+@pytest.mark.parametrize(
+    "variant", ["oelm-freeze", "progressive", *(pytest.param(n, marks=SLOW) for n in ("qk-ffn", "baseline"))]
+)
 def test_what_a_variant_would_do_is_what_it_does(name: str, variant: str) -> None:
     model = CASES[name].build()
     before = [(n, p.requires_grad, p.data_ptr()) for n, p in model.named_parameters()]

@@ -122,7 +122,10 @@ def held(groups: list[dict[str, object]]) -> list[int]:
     return [id(p) for group in groups for p in group["params"]]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "t5", "llama", "albert", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt", "gpt2", "t5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "llama", "albert", "vit"))],
+)
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 def test_groups_hold_what_trains_or_will_thaw_once_and_nothing_else(name: str, decay: float) -> None:
     for variant in ("oelm-freeze", "progressive", "baseline"):
