@@ -190,19 +190,29 @@ def test_every_module_has_a_docstring_and_a_plain_name():
 
 
 LONG = {  # files over 400 lines, each with its reason
-    "study/rows.py": "one language, one grammar: TOML to runs",
+    "train/loop.py": "the one loop, read from top to bottom",
+    "train/checkpoint.py": "one protocol: what is written, and what is refused when it is read",
+    "study/runner.py": "one state machine of runs, workers and claims",
+    "method/projections.py": "one search over one table",
+    "method/compact.py": "what is left out and what brings it back, side by side",
 }
 
 
 def test_no_file_is_long_without_a_reason():
-    found = {}
-    for path in modules():
-        lines = len(path.read_text().splitlines())
-        if lines > 400:
-            found[str(path.relative_to(SRC))] = lines
-    unexplained = {name: lines for name, lines in found.items() if name not in LONG and lines > 450}
-    assert not unexplained
-    assert all(lines <= 700 for lines in found.values()), found
+    found = {str(p.relative_to(SRC)): len(p.read_text().splitlines()) for p in modules()}
+    long = {name: lines for name, lines in found.items() if lines > 400}
+    assert set(long) <= set(LONG), f"over 400 lines without a reason: {set(long) - set(LONG)}"
+    assert max(found.values()) <= 480, long
+
+
+def test_every_file_has_its_room_in_the_architecture():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    absent = [
+        p.name
+        for p in modules()
+        if p.name not in ("__init__.py", "__main__.py") and p.parent.name != "cli" and f"`{p.name}`" not in text
+    ]
+    assert not absent
 
 
 def test_no_secrets_of_the_workplace():

@@ -21,10 +21,14 @@ if TYPE_CHECKING:
     from oelm.method.compact import load_compact as load_compact
     from oelm.method.compact import restore as restore
     from oelm.method.compact import save_compact as save_compact
+    from oelm.method.compact import save_pretrained as save_pretrained
     from oelm.method.projections import Projection as Projection
     from oelm.method.projections import find_projections as find_projections
     from oelm.method.thaw import param_groups as param_groups
     from oelm.method.thaw import schedule as schedule
+    from oelm.method.trainers import lightning_callback as lightning_callback
+    from oelm.method.trainers import trainer_callback as trainer_callback
+    from oelm.method.trainers import trainer_optimizer as trainer_optimizer
     from oelm.method.variant import Thaw as Thaw
     from oelm.method.variant import Variant as Variant
     from oelm.method.variant import variants as variants
@@ -39,11 +43,15 @@ _HOME = {
     "account": "oelm.method.account",
     "apply": "oelm.method.apply",
     "find_projections": "oelm.method.projections",
+    "lightning_callback": "oelm.method.trainers",
     "load_compact": "oelm.method.compact",
     "param_groups": "oelm.method.thaw",
     "restore": "oelm.method.compact",
     "save_compact": "oelm.method.compact",
+    "save_pretrained": "oelm.method.compact",
     "schedule": "oelm.method.thaw",
+    "trainer_callback": "oelm.method.trainers",
+    "trainer_optimizer": "oelm.method.trainers",
     "variants": "oelm.method.variant",
     "verify": "oelm.method.apply",
 }

@@ -391,7 +391,7 @@ def _entry(
 
 
 def _versions() -> dict[str, str]:
-    found = {"torch": torch.__version__, "numpy": np.__version__}
+    found = {"torch": str(torch.__version__), "numpy": np.__version__}
     try:
         found["oelm"] = version("oelm")
     except PackageNotFoundError:

@@ -68,8 +68,8 @@ class GPT(nn.Module):
         self.recompute = False  # activations again in the backward pass instead of kept: less memory, more time
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would cost time and move the global generator
-            self.embed = nn.Embedding(shape.vocab, shape.width)
-            self.position = nn.Embedding(shape.context, shape.width) if shape.positions == "learned" else None
+            self.embed = _embedding(shape.vocab, shape.width)
+            self.position = _embedding(shape.context, shape.width) if shape.positions == "learned" else None
             self.drop = nn.Dropout(shape.dropout)
             self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
             self.norm = _norm(shape)
@@ -162,6 +162,11 @@ class GPT(nn.Module):
                 f"a sequence of {length} tokens is longer than model.context = {self.shape.context}; "
                 'shorten it, or use positions = "rope"'
             )
+
+
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    # With a weight given, torch does not draw one: drawing on the meta device imports the compiler, seconds of start-up.
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 def _head(shape: Shape) -> nn.Linear | None:
