@@ -313,13 +313,24 @@ def test_killed_processes_leave_a_store_or_a_beginning(texts: Path, tmp_path: Pa
     whole = _tree(prepared(wanted, base=tmp_path / "whole").folder)
     rng = random.Random(1)
     killed = 0
+
+    def begun(base: Path) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", code, str(base)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    undisturbed = begun(tmp_path / "timed")
+    start = time.monotonic()
+    assert undisturbed.wait() == 0
+    undisturbed.stdout.close()  # type: ignore[union-attr]
+    seconds = time.monotonic() - start
     for number in range(4):
         base = tmp_path / f"k{number}"
         for _ in range(2):
-            process = subprocess.Popen([sys.executable, "-c", code, str(base)], stdout=subprocess.PIPE)
+            process = begun(base)
             assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(rng.uniform(0.0, 0.4))
+            time.sleep(rng.uniform(0.0, 0.7 * seconds))
             process.send_signal(signal.SIGKILL)
             process.wait()
             process.stdout.close()
