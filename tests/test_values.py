@@ -22,11 +22,22 @@ def read(**changes):
 
 # If one of these changes without a change of what a run means, it is a bug: every committed run would lose its name.
 GOLDEN = {
-    "f1de3bf9": {},
-    "variant": {"variant": "baseline"},
-    "seed": {"seed": 7},
-    "lr": {"optimizer": {"lr": 3e-4}},
+    "445dc337": {},
+    "a35c2033": {"variant": "baseline"},
+    "f4b361a8": {"seed": 7},
+    "b48a6cd3": {"optimizer": {"lr": 0.0003}},
+    "3a0c2bda": {
+        "model": "bert-base",
+        "data": {"name": "sst2", "tokenizer": "bert", "context": 128},
+        "budget": {"epochs": 3.0, "batch": 32},
+    },
+    "d1614cd1": {"variant": "progressive"},
 }
+
+
+def test_golden_identities():
+    for identity, changes in GOLDEN.items():
+        assert read(**changes).identity() == identity
 
 
 def test_identities_differ_where_settings_differ_and_only_there():

@@ -46,12 +46,16 @@ def show(said: dict[str, Any]) -> None:
     console.print(Text(visible(said["study"]), style="bold"), Text(visible(said["question"])))
     for sentence in said["answer"]:
         console.print(Text(visible(sentence)))
-    lines = Lines(show_edge=False, pad_edge=False)
-    for head in ("arm", "against", "budget", "n", "difference", "95 % t interval", "Holm p", "verdict"):
-        lines.add_column(head)
+    budgets = {c["budget"] for c in said["comparisons"]}
+    lines = Lines(show_edge=False, pad_edge=False, box=None)
+    for head in ("comparison", "n", "difference", "95 % t interval", "Holm p", "verdict"):
+        lines.add_column(head, no_wrap=head not in ("comparison", "verdict"))
     for c in said["comparisons"]:
-        cells = (c["arm"], c["against"], c["budget"], str(c["shown"]["n"]), c["shown"]["difference"] or "–")
-        rest = (c["shown"]["interval"] or "–", narrative.p_value(c["p_holm"]), c["shown"]["said"])
-        lines.add_row(*(Text(visible(cell)) for cell in (*cells, *rest)))
+        shown = c["shown"]
+        pair = f"{c['arm']} against {c['against']}" + (f", {c['budget']}" if len(budgets) > 1 else "")
+        cells = (pair, str(shown["n"]), shown["difference"] or "–", shown["interval"] or "–")
+        lines.add_row(*(Text(visible(cell)) for cell in (*cells, narrative.p_value(c["p_holm"]), shown["said"])))
     if said["comparisons"]:
         console.print(lines)
+        if len(budgets) == 1:
+            console.print(Text(visible(f"all at {budgets.pop()}"), style="dim"))
