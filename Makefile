@@ -17,12 +17,12 @@ check: $(STAMP)
 	FAST="$(FAST)" BIN="$(BIN)" bash .ci/check
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests benchmarks examples
-	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests examples
 
 lint: $(STAMP)
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples
 
 types: $(STAMP)
 	$(BIN)/mypy

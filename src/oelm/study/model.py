@@ -144,6 +144,9 @@ class Study(Value):
 
     @model_validator(mode="after")
     def _consistent(self) -> Study:
+        for key, values in self.axes.items():
+            for value in values:
+                axis_label(value, f"axes.{key}")
         if not self.rows and not self.arms and not self.axes:
             raise ValueError("has no rows, arms or axes: nothing would run")
         if self.tuning and not self.comparison:
@@ -229,13 +232,13 @@ def _arms(value: Any) -> Any:
     return value
 
 
-def axis_label(value: Any) -> Any:
+def axis_label(value: Any, where: str = "axes") -> Any:
     """What an axis value is called: itself, or the `label` of a table."""
     if not isinstance(value, dict):
         return value
     label = value.get("label", value.get("name", value.get("preset", value.get("base"))))
     if not isinstance(label, str):
-        raise ValueError(f"an axis value that is a table needs a label: {value!r}")
+        raise ValueError(f"{where}: a value that is a table needs a label: {value!r}")
     return label
 
 
