@@ -17,6 +17,7 @@ from oelm.train.run import Run, run_id
 def train(run: Run, folder: Path, *, study: str, row: str, device: str, **_: Any) -> None:
     """Counts steps; the loss is lowest at a rate of 3e-3. Faults are asked for by the environment."""
     folder.parent.joinpath("starts.log").open("a").write(f"{row} {os.getpid()} {device}\n")
+    folder.parent.joinpath("pipes.log").open("a").write(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "") + "\n")
     fault = json.loads(os.environ.get("FAKE_FAULTS", "{}")).get(row, "")
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))

@@ -54,7 +54,7 @@ def task_of(one: Planned, study: str, folder: Path, device: str, options: Option
 class Worker:
     """A child process of one slot of a device, and the run it has."""
 
-    def __init__(self, device: str, options: Options, log: Path) -> None:
+    def __init__(self, device: str, options: Options, log: Path, more: dict[str, str]) -> None:
         self.device = device
         self.run: Planned | None = None
         self.held: claim.Held | None = None
@@ -65,7 +65,7 @@ class Worker:
         read, write = os.pipe()
         argv = [sys.executable, "-m", "oelm.study.worker"]
         argv += ["--answers", str(write), "--parent", str(os.getpid()), "--trainer", options.trainer]
-        environment = os.environ | devices.environment(device, options.per_device)
+        environment = os.environ | devices.environment(device, options.per_device) | more
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 argv,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from oelm.errors import MachineError, Preempted
-from oelm.study import claim, cost
+from oelm.study import claim, cost, sharing
 from oelm.study.child import Options, Worker, task_of
 from oelm.study.folder import SCHEMA, look, records
 from oelm.study.rows import Planned, Study, chosen_rates, expand, rates_that_failed
@@ -68,6 +68,7 @@ class Runner:
         self.tries: dict[str, int] = {}
         self.alone: set[str] = set()  # runs that were too big beside others on one device
         self.workers: list[Worker] = []
+        self.environment: dict[str, str] = {}  # of workers, beside their device
         self.selector = selectors.DefaultSelector()
         self.stopping: int = 0
         self._queue: list[Planned] = []
@@ -87,13 +88,12 @@ class Runner:
         old = {number: signal.signal(number, self._asked) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
             self._refill(first=True)
-            while (self._queue or self._elsewhere or self._busy()) and not self.stopping:
-                self._start_what_can_start()
-                self._wait_for_answers()
-                self._beat_claims()
-                self._look_elsewhere()
+            with sharing.shared(self.options.devices, self.options.per_device, self.say) as self.environment:
+                try:
+                    self._until_settled()
+                finally:
+                    self._shut_down()
         finally:
-            self._shut_down()
             for number, handler in old.items():
                 signal.signal(number, handler)
         if self.stopping:
@@ -104,6 +104,13 @@ class Runner:
         for cell in rates_that_failed(self.study, records(self.folder), self.options.overrides):
             self.outcome.blocked.append(f"{cell}: diverged at every rate that was tuned; add smaller tuning.rates")
         return self.outcome
+
+    def _until_settled(self) -> None:
+        while (self._queue or self._elsewhere or self._busy()) and not self.stopping:
+            self._start_what_can_start()
+            self._wait_for_answers()
+            self._beat_claims()
+            self._look_elsewhere()
 
     def _asked(self, number: int, frame: object) -> None:
         if self.stopping:  # a second time: at once
@@ -202,7 +209,7 @@ class Runner:
 
     def _new_worker(self, device: str) -> Worker:
         name = f"{socket.gethostname()}-{os.getpid()}-{device}.log"
-        worker = Worker(device, self.options, self.folder / ".workers" / name)
+        worker = Worker(device, self.options, self.folder / ".workers" / name, self.environment)
         self.workers.append(worker)
         self.selector.register(worker.answers, selectors.EVENT_READ, worker)
         return worker
