@@ -12,34 +12,6 @@ from oelm.cli.output import as_json
 from oelm.errors import ConfigError, nearest
 
 
-# The shapes of the hub models that presets name, so that they can be counted without a download:
-# the configuration's type and what differs from that type's defaults.
-BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert-base-uncased": ("bert", {}),
-    "t5-small": (
-        "t5",
-        {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128},
-    ),
-    "facebook/bart-base": (
-        "bart",
-        {
-            "d_model": 768,
-            "vocab_size": 50265,
-            "encoder_layers": 6,
-            "decoder_layers": 6,
-            "encoder_ffn_dim": 3072,
-            "decoder_ffn_dim": 3072,
-            "encoder_attention_heads": 12,
-            "decoder_attention_heads": 12,
-        },
-    ),
-    "sentence-transformers/all-MiniLM-L6-v2": (
-        "bert",
-        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
-    ),
-}
-
-
 def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command("inspect")(inspect)
@@ -86,7 +58,7 @@ def empty_model(name: str, classes: int | None = None) -> Any:
             return GPT(_with_classes(preset, name, classes))
         if preset is not None:
             return _hub_model(preset.path, preset.head, classes or preset.labels)
-        if name in BUILT_IN:
+        if name in known_configs():
             return _hub_model(name, None, classes)
         return _from_file(name, classes)
 
@@ -101,7 +73,7 @@ def _with_classes(shape: Any, name: str, classes: int | None) -> Any:
 
 def _hub_model(path: str, head: str | None, classes: int | None) -> Any:
     transformers = _transformers()
-    kind, changes = BUILT_IN[path]
+    kind, changes = known_configs()[path]
     config = transformers.AutoConfig.for_model(kind, **changes)
     return _build(config, "seq2seq-classify" if head == "seq2seq-classify" else None, classes)
 
@@ -114,7 +86,7 @@ def _from_file(name: str, classes: int | None) -> Any:
     if not file.is_file():
         if path.is_dir():
             raise ConfigError(f"{name}: the folder has no config.json; name a Hugging Face model folder")
-        known = [*PRESETS, *BUILT_IN]
+        known = [*PRESETS, *known_configs()]
         raise ConfigError(f"{name}: is neither a preset nor a config.json or its folder; {nearest(name, known)}")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -146,6 +118,12 @@ def _build(config: Any, architecture: str | None, classes: int | None) -> Any:
     except Exception as error:  # as above
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"{config.model_type}: no model can be built from this configuration ({reason})") from None
+
+
+def known_configs() -> dict[str, tuple[str, dict[str, Any]]]:
+    from oelm.models.hub import CONFIGS
+
+    return CONFIGS
 
 
 def _transformers() -> Any:

