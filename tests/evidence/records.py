@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from oelm.study.rows import Planned, Study, chosen_rates, expand, read_study
+from oelm.train import examples
 
 
 def lm_study(
@@ -80,9 +81,15 @@ def record(planned: Planned, study: str, *, loss: float | None, status: str = "d
     return made
 
 
-def save(root: Path, made: dict[str, Any]) -> None:
+def save(root: Path, made: dict[str, Any], right: Any = None) -> None:
+    """`right`: which test examples a classifier got right, as its loop keeps them."""
     folder = root / made["study"] / made["run_id"]
     folder.mkdir(parents=True, exist_ok=True)
+    if right is not None:
+        text = examples.contents(dict(enumerate(right)))
+        (folder / examples.FILE).write_text(text)
+        made["metrics"]["test"] = {"accuracy": float(np.mean(right)), "loss": 1.0}
+        made["examples"] = examples.named(text)
     (folder / "result.json").write_text(json.dumps(made))
 
 

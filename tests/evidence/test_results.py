@@ -55,6 +55,52 @@ def test_an_edited_file_is_refused_by_name(made, tmp_path, name):
         results.load(path)
 
 
+def with_examples(tmp_path):
+    study = lm_study(tuning=None, arms=("baseline", "oelm-freeze"), seeds=[1, 2])
+    for one in expand(study):
+        save(tmp_path / "runs", record(one, study.name, loss=3.0), [n % 3 == one.run.seed for n in range(11)])
+    return study
+
+
+def test_test_examples_travel_and_cannot_be_edited(tmp_path):
+    study = with_examples(tmp_path)
+    table = results.collect(study, tmp_path / "runs")
+    assert {count for count, _ in table.right.values()} == {11}
+    path = results.write(table, tmp_path / "out")
+    assert results.load(path) == table
+    kept = tmp_path / "out" / "synthetic.examples.csv"
+    text = kept.read_text()
+    for changed in (text.replace("11", "12", 1), ""):
+        kept.write_text(changed)
+        with pytest.raises(DataError, match=r"examples\.csv.*edited"):
+            results.load(path)
+    kept.unlink()
+    with pytest.raises(DataError, match="oelm analyze"):
+        results.load(path)
+    results.write(results.table(table.study, table.rows, table.curves), tmp_path / "out")
+    assert not results.load(path).right
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: (folder / "examples.json").write_text("{}"), "SHA-256 differs"),
+        (lambda folder: (folder / "examples.json").unlink(), "is gone"),
+        (
+            lambda folder: (folder / "result.json").write_text(
+                (folder / "result.json").read_text().replace('"accuracy": 0.', '"accuracy": 0.9')
+            ),
+            "gives a test accuracy",
+        ),
+    ],
+)
+def test_test_examples_that_are_not_the_records_are_refused(tmp_path, change, said):
+    study = with_examples(tmp_path)
+    change(next((tmp_path / "runs" / study.name).iterdir()))
+    with pytest.raises(DataError, match=said):
+        results.collect(study, tmp_path / "runs")
+
+
 def test_a_csv_without_its_digest_is_refused(made, tmp_path):
     path = results.write(made[1], tmp_path / "out")
     path.with_suffix(".sha256").unlink()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import math
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from scipy.stats import ttest_1samp
 
 from oelm.evidence import paired, results, statistics
 from oelm.study.rows import chosen_rates, expand, read_study
+from oelm.train.examples import pack
 
 
 MARGIN = math.log(1.05)
@@ -68,6 +71,8 @@ def test_bca_interval_covers_the_mean_and_is_the_same_twice():
 def test_seeds_needed_grows_with_noise_and_respects_the_smallest_p():
     few = paired.seeds_needed(1.0, 0.1, n=3, alpha=0.05, margin=None, lower_is_better=True)
     many = paired.seeds_needed(1.0, 3.0, n=3, alpha=0.05, margin=None, lower_is_better=True)
+    # a t test has 80 % power with six pairs of this effect, but six pairs must agree in sign: .945 ** 6 = .71
+    assert paired.seeds_needed(1.6, 1.0, n=3, alpha=0.05, margin=None, lower_is_better=True) == 4
     assert few == 3  # six pairs are the fewest whose sign-flip p can be below 0.05
     assert many > 50
     assert paired.seeds_needed(0.0, 1.0, n=3, alpha=0.05, margin=None, lower_is_better=True) is None
@@ -76,11 +81,15 @@ def test_seeds_needed_grows_with_noise_and_respects_the_smallest_p():
 def test_bootstrap_over_examples_covers_the_difference_of_accuracies():
     rng = np.random.default_rng(3)
     a, b = rng.random(500) < 0.8, rng.random(500) < 0.6
-    low, high = paired.examples_interval(a, b, level=0.95)
-    spread = 1.96 * np.std(a.astype(float) - b) / math.sqrt(500)
-    assert low == pytest.approx(a.mean() - b.mean() - spread, abs=0.01)
-    assert high == pytest.approx(a.mean() - b.mean() + spread, abs=0.01)
-    assert paired.examples_interval([1, 1], [1, 1], level=0.95) is None
+    d = a.astype(float) - b
+    found = paired.over_examples(d, margin=0.01, level=0.95)
+    error = np.std(d) / math.sqrt(500)
+    assert found.count == 500
+    assert found.interval == pytest.approx((d.mean() - 1.96 * error, d.mean() + 1.96 * error), abs=0.01)
+    weak = paired.over_examples(d - d.mean() + 1.5 * error, margin=1.5 * error, level=0.95)
+    assert weak.p == pytest.approx(2 * student.sf(1.5, 499), abs=0.03)
+    assert weak.p_not_worse == pytest.approx(student.sf(3, 499), abs=0.005)
+    assert paired.over_examples([0.5, 0.5], margin=None, level=0.95) is None
 
 
 # ---- verdicts
@@ -149,6 +158,29 @@ def test_pairs_are_of_one_seed_and_unequal_seeds_are_named(tmp_path):
     assert [p.seed for p in c.points] == [2, 3, 4]
     assert [p.value - p.reference for p in c.points] == [0.5, 0.5, 0.5]
     assert c.unpaired == (1, 5)
+
+
+def test_comparisons_whose_rates_are_not_chosen_yet_count_in_the_family(tmp_path):
+    study = lm_study()
+    run_study(study, tmp_path, effect={"oelm-freeze": 0.5})
+    for path in (tmp_path / study.name).glob("gauss-frozen*"):
+        (path / "result.json").unlink()
+    found = judged(study, tmp_path)
+    assert [(c.arm, c.n, c.family) for c in found] == [("oelm-freeze", 8, 2), ("gauss-frozen", 0, 2)]
+    assert found[0].p_holm == 2 * found[0].estimate.p
+    assert "no pair" in found[1].said
+
+
+def test_a_finished_run_without_a_number_counts_as_diverged(tmp_path):
+    study = lm_study(tuning=None, arms=("baseline", "oelm-freeze"), seeds=list(range(10)))
+    rng = np.random.default_rng(0)
+    for one in expand(study):
+        lost = one.arm == "oelm-freeze" and one.run.seed == 9
+        loss = 3 - 0.2 * (one.arm != "baseline") + float(rng.normal(0, 0.01))
+        save(tmp_path, record(one, study.name, loss=float("nan") if lost else loss))
+    (c,) = judged(study, tmp_path)
+    assert (c.metric, c.n, c.diverged, c.unpaired) == ("validation.loss", 9, (1, 0), (9,))
+    assert c.verdict == statistics.UNDECIDED
 
 
 def test_a_missing_arm_is_shown_without_a_verdict(tmp_path):
@@ -247,6 +279,77 @@ def test_accuracy_goes_the_other_way_and_is_read_from_the_test_split(tmp_path, g
     assert c.metric == "test.accuracy"
     assert c.margin == pytest.approx(0.01)
     assert c.verdict == verdict
+
+
+def classifiers(folder, study, rng, *, count, gain, own=0.0, noise=0.02):
+    """Runs that know each example's chance of being right: a common part, what the arm has of its own, what the seed adds."""
+    common = rng.normal(1.0, 1.0, count)
+    special = {arm: rng.normal(0.0, own, count) for arm in ("baseline", "oelm-freeze")}
+    for one in expand(study):
+        level = gain if one.arm != "baseline" else 0.0
+        right = common + special[one.arm] + level + rng.normal(0.0, noise, count) > 0
+        save(folder, record(one, study.name, loss=1.0), right)
+
+
+def test_the_interval_over_examples_by_other_means(tmp_path):
+    study, rng = accuracy_study(), np.random.default_rng(7)
+    classifiers(tmp_path, study, rng, count=2000, gain=0.3, own=0.2, noise=0.5)
+    table = results.collect(study, tmp_path)
+    (c,) = statistics.judge(study, results.load(results.write(table, tmp_path / "results")))
+    bits = {}
+    for one in expand(study):
+        said = json.loads((tmp_path / study.name / one.id / "examples.json").read_text())
+        text = "".join(f"{byte:08b}" for byte in base64.b64decode(said["right"]))[: said["count"]]
+        bits[one.arm, one.run.seed] = np.array([int(bit) for bit in text])
+    d = np.mean([bits["oelm-freeze", s] - bits["baseline", s] for s in range(8)], axis=0)
+    means = np.sort([rng.choice(d, d.size).mean() for _ in range(4000)])
+    assert c.examples.count == 2000
+    assert c.estimate.mean == pytest.approx(d.mean())
+    assert c.examples.interval == pytest.approx((means[100], means[3900]), abs=0.002)
+    assert c.verdict == statistics.BETTER
+    assert c.p_holm == max(c.estimate.p, c.examples.p)
+
+
+def test_seeds_that_agree_on_a_small_test_set_are_no_verdict(tmp_path):
+    study = accuracy_study()
+    classifiers(tmp_path, study, np.random.default_rng(1), count=200, gain=0.15, own=0.6)
+    (c,) = judged(study, tmp_path)
+    assert c.estimate.p <= 0.05 < c.examples.p
+    assert c.verdict == statistics.UNDECIDED
+    assert "200 test examples are too few" in c.said
+
+
+def test_examples_of_some_runs_or_of_other_data_are_not_mixed(tmp_path):
+    study = accuracy_study()
+    classifiers(tmp_path, study, np.random.default_rng(1), count=200, gain=0.5)
+    table = results.collect(study, tmp_path)
+    less = dict(list(table.right.items())[1:])
+    assert statistics.judge(study, replace(table, right=less))[0].examples is None
+    rows = [row | {"fingerprint": "x" if row["seed"] == 1 else row["fingerprint"]} for row in table.rows]
+    (c,) = statistics.judge(study, replace(table, rows=tuple(rows)), allow_mixed=True)
+    assert c.examples is None
+    assert c.estimate is not None
+
+
+@pytest.mark.slow
+def test_arms_that_differ_on_this_test_set_alone_are_rarely_called_different(tmp_path):
+    """Equal accuracy in the population, other examples right in each arm: seeds agree far too often, examples do not."""
+    study, rng = accuracy_study(), np.random.default_rng(5)
+    classifiers(tmp_path, study, rng, count=300, gain=0.0, own=0.5, noise=0.05)
+    table = results.collect(study, tmp_path)
+    seeds_only = called = 0
+    for _ in range(100):
+        common, special = rng.normal(1, 1, 300), {arm: rng.normal(0, 0.5, 300) for arm in study.arm_names()}
+        rows, right = [], {}
+        for row in table.rows:
+            bits = common + special[row["arm"]] + rng.normal(0, 0.05, 300) > 0
+            rows.append(row | {"test.accuracy": float(bits.mean())})
+            right[row["run_id"]] = (300, pack(bits))
+        said = [statistics.judge(study, replace(table, rows=tuple(rows), right=kept))[0] for kept in ({}, right)]
+        seeds_only += said[0].verdict in (statistics.BETTER, statistics.WORSE)
+        called += said[1].verdict in (statistics.BETTER, statistics.WORSE)
+    assert seeds_only > 50
+    assert called <= 11  # 5 % of 100 and its sampling error
 
 
 def test_without_test_numbers_the_comparison_says_that_it_fell_back(tmp_path):

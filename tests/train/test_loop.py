@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -14,6 +16,7 @@ from processes import assert_same_end, lines
 from small_runs import small_run
 
 import oelm
+from oelm.data.open import load
 from oelm.data.recall import RecallSource
 from oelm.errors import BusyError, CheckpointError, ConfigError, FrozenWeightsChanged, MethodError, OutOfMemory
 from oelm.models.build import build
@@ -119,6 +122,32 @@ def test_the_test_split_is_read_with_the_weights_validation_chose(tmp_path: Path
 
     found = objective_for(run.model, source).evaluate(model, source, "test", device="cpu", batch=4)
     assert found["loss"] == result["metrics"]["test"]["loss"]
+
+
+def test_a_classifier_keeps_which_test_examples_it_got_right(tmp_path: Path) -> None:
+    text = "".join(f"{n} {'ab'[n % 3 == 0] * 4},{'no' if n % 3 else 'yes'}\n" for n in range(240))
+    (tmp_path / "data.csv").write_text("text,label\n" + text)
+    data = {"name": "local", "path": str(tmp_path / "data.csv"), "task": "classify", "tokenizer": "bytes"}
+    run = small_run(
+        model__head="classify", model__causal=False, data={**data, "context": 16}, budget__steps=6, eval_every=3
+    )
+    result = trained(run, tmp_path / "run")
+    said = json.loads((tmp_path / "run" / "examples.json").read_text())
+    assert result["examples"]["sha256"] == hashlib.sha256((tmp_path / "run" / "examples.json").read_bytes()).hexdigest()
+    source = load(run.data)
+    weights, _ = load_weights(tmp_path / "run", "best")
+    model = build(run.model, vocab=source.vocab_size, labels=2, seed=run.seed, context=16)
+    oelm.apply(model, run.variant, seed=run.seed)
+    model.load_state_dict(weights, strict=False)
+    model.eval()
+    right = {}
+    for batch in source.eval_batches("test", 3):
+        logits = model.logits(model(torch.as_tensor(batch["inputs"]), mask=torch.as_tensor(batch["mask"])))
+        for index, label, guess in zip(batch["index"], batch["labels"], logits.argmax(-1), strict=True):
+            right[int(index)] = bool(int(guess) == label)
+    bits = "".join(f"{byte:08b}" for byte in base64.b64decode(said["right"]))[: said["count"]]
+    assert bits == "".join("01"[right[index]] for index in range(len(right)))
+    assert bits.count("1") / len(bits) == pytest.approx(result["metrics"]["test"]["accuracy"])
 
 
 # -- what a step computes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from oelm.evidence.paired import Interval
 from oelm.evidence.results import Row, Table
-from oelm.evidence.statistics import BETTER, NOT_WORSE, REFUSED, UNDECIDED, VERDICTS, WORSE, Comparison
+from oelm.evidence.statistics import ALPHA, BETTER, NOT_WORSE, REFUSED, UNDECIDED, VERDICTS, WORSE, Comparison
 from oelm.study.rows import Study
 
 
@@ -32,6 +32,11 @@ def difference(c: Comparison, value: float) -> str:
 
 def interval(c: Comparison, bounds: Interval | None) -> str:
     return "–" if bounds is None else f"{difference(c, bounds[0])} to {difference(c, bounds[1])}"
+
+
+def over_examples(c: Comparison) -> str:
+    """The interval from resampling the test examples, with how many they are."""
+    return "–" if c.examples is None else f"{interval(c, c.examples.interval)} ({c.examples.count:,})"
 
 
 def p_value(p: float | None) -> str:
@@ -77,7 +82,11 @@ def _first(primary: Sequence[Comparison]) -> str:
     }[c.verdict]
     unit = "perplexity" if c.as_perplexity else c.metric
     numbers = f"{unit} {difference(c, c.estimate.mean)} (95 % interval {interval(c, c.estimate.t_interval)}; {c.n} pairs of seeds"
-    p = f"; p = {p_value(c.p_holm)} after Holm over {c.family}" if c.p_holm is not None else ""
+    if c.examples is not None:
+        numbers += f"; over {c.examples.count:,} test examples {interval(c, c.examples.interval)}"
+    p = ""
+    if c.p_holm is not None:
+        p = f"; p = {p_value(c.estimate.p)}, the smallest that {c.n} pairs can reach is {p_value(c.estimate.p_smallest)}; {p_value(c.p_holm)} after Holm over {c.family}"
     reason = f"; {c.reason}" if c.reason else ""
     words = "" if not c.demonstration else "Were the data real, the rules would say that "
     return f"{words}{c.arm} {said} {c.against} {where}: {numbers}{p}{reason})."
@@ -176,6 +185,8 @@ def what_would_change(comparisons: Sequence[Comparison]) -> list[str]:
         e = c.estimate
         if e is None or e.t_interval is None:
             lines.append(f"{name}: finished runs of both arms on at least three common seeds.")
+        elif c.verdict == UNDECIDED and c.examples is not None and c.examples.too_few(ALPHA):
+            lines.append(f"{name}: a larger test set than {c.examples.count:,} examples, or a larger effect.")
         elif c.verdict == UNDECIDED:
             more = f"about {c.more_seeds} more seeds" if c.more_seeds else "a larger effect or less noise"
             lines.append(f"{name}: {more}, if the differences go on as they are (mean {difference(c, e.mean)}).")

@@ -16,6 +16,7 @@ import numpy as np
 
 
 RESAMPLES = 9999  # the sign-flip test is exact up to 13 pairs; the bootstrap's intervals settle well below this
+EXAMPLE_RESAMPLES = 1999  # of a test set, which is large: its mean is near normal
 SEED = 20240607  # of resampling: a report rendered twice is the same report
 POWER = 0.8
 MOST_SEEDS = 1000
@@ -132,7 +133,11 @@ def seeds_needed(
     mean: float, sd: float, *, n: int, alpha: float, margin: float | None, lower_is_better: bool
 ) -> int | None:
     """How many more pairs would probably (80 %) give a verdict if the differences go on as they are; None: > 1,000."""
+    from scipy import stats
+
     reachable = bisect.bisect_left(range(64), True, key=lambda pairs: smallest_p(pairs) <= alpha)
+    if stats.norm.cdf(abs(mean) / sd) ** reachable < POWER:  # so few pairs reach it only if all of them agree in sign
+        reachable += 1
     routes = [max(_pairs_for(abs(mean) / sd, n, alpha, "two-sided"), reachable)]
     if margin is not None:
         room = margin - mean if lower_is_better else margin + mean
@@ -153,24 +158,46 @@ def _pairs_for(effect: float, n: int, alpha: float, alternative: str) -> int:
     return n + 1 + bisect.bisect_left(sizes, True, key=enough)
 
 
-def examples_interval(correct: Any, reference: Any, *, level: float) -> Interval | None:
-    """Paired bootstrap over examples of the difference of two accuracies on one test set."""
+@dataclass(frozen=True, kw_only=True)
+class OverExamples:
+    """What one test set's examples say of a difference of accuracies: the paired bootstrap over them."""
+
+    count: int
+    interval: Interval
+    p: float  # two-sided: twice the share of resamples beyond 0
+    p_not_worse: float | None  # the share of resamples that lose the margin or more
+
+    def too_few(self, alpha: float) -> bool:
+        """Whether these examples allow no verdict, whatever the seeds say."""
+        return self.p > alpha and (self.p_not_worse is None or self.p_not_worse > alpha)
+
+
+def over_examples(differences: Any, *, margin: float | None, level: float) -> OverExamples | None:
+    """Resample the examples; `differences`: of each example, arm minus reference, averaged over the pairs of seeds."""
     from scipy import stats
 
-    difference = np.asarray(correct, dtype=float) - np.asarray(reference, dtype=float)
-    if difference.size < 2 or not np.ptp(difference):
+    values = np.asarray(differences, dtype=float)
+    if values.size < 2 or not np.ptp(values):
         return None
     result = stats.bootstrap(
-        (difference,),
+        (values,),
         _mean,
         confidence_level=level,
-        n_resamples=1999,
+        n_resamples=EXAMPLE_RESAMPLES,
         batch=50,
         method="percentile",
         vectorized=True,
         rng=np.random.default_rng(SEED),
     )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    drawn = result.bootstrap_distribution
+    beyond = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
+    lost = None if margin is None else int((drawn <= -margin).sum())
+    return OverExamples(
+        count=values.size,
+        interval=(float(result.confidence_interval.low), float(result.confidence_interval.high)),
+        p=min(1.0, 2 * (beyond + 1) / (EXAMPLE_RESAMPLES + 1)),
+        p_not_worse=None if lost is None else (lost + 1) / (EXAMPLE_RESAMPLES + 1),
+    )
 
 
 def _statsmodels(module: str) -> Any:

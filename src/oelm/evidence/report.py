@@ -111,7 +111,7 @@ def _comparison(c: Comparison) -> View:
         "difference_order": e.mean if e else "",
         "t": narrative.interval(c, e.t_interval) if e else "–",
         "bca": narrative.interval(c, e.bca_interval) if e else "–",
-        "examples": narrative.interval(c, c.examples) if c.examples else "–",
+        "examples": narrative.over_examples(c),
         "p": narrative.p_value(e.p) if e else "–",
         "p_order": e.p if e and e.p is not None else "",
         "p_smallest": narrative.p_value(e.p_smallest) if e else "–",

@@ -1,7 +1,8 @@
 """Tidy results: one row a run, failed and diverged ones too, as a CSV that no hand can have edited.
 
-Owns results/<study>.csv, <study>.curves.csv and <study>.sha256 (the form of sha256sum). Refuses a CSV whose digest is
-not the recorded one, and numbers that are not finite: they become empty cells beside the status.
+Owns results/<study>.csv, <study>.curves.csv, for classifiers <study>.examples.csv (which test examples each compared run
+got right) and <study>.sha256 (the form of sha256sum). Refuses a CSV whose digest is not the recorded one, and numbers that
+are not finite: they become empty cells beside the status.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from typing import Any
 from oelm.errors import DataError, MachineError
 from oelm.evidence.labels import model_label, variant_label
 from oelm.study.rows import Planned, Study, chosen_rates, expand
+from oelm.train import examples
 from oelm.train.run import Run
 from oelm.values import canonical
 
 
 Row = dict[str, Any]
 Curve = list[tuple[float, float]]
+Packed = tuple[int, str]  # how many test examples, and which were right, as oelm.train.examples packs them
 
 FIRST = [
     *("study", "row", "arm", "purpose", "cell", "at", "run_id", "status", "seed", "lr", "model", "variant"),
@@ -42,18 +45,19 @@ LAST = [
 TEXT = {
     *("study", "row", "arm", "purpose", "cell", "at", "run_id", "status", "model", "variant", "optimizer", "schedule"),
     *("precision", "data", "data_status", "fingerprint", "frozen_start", "frozen_end"),
-    *("oelm", "torch", "python", "device", "git", "error", "settings"),
+    *("oelm", "torch", "python", "device", "git", "error", "settings", "right"),
 }
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """All runs of a study, in a fixed order, with their validation curves by run id."""
+    """All runs of a study, in a fixed order, with their validation curves and test examples by run id."""
 
     study: str
     rows: tuple[Row, ...]
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    right: Mapping[str, Packed] = field(default_factory=dict)
 
     @property
     def metrics(self) -> list[str]:
@@ -67,29 +71,52 @@ class Table:
 
 def collect(study: Study, runs_root: Path | str, overrides: Mapping[str, Any] | None = None) -> Table:
     """Every run the study plans and every record in its folder: runs not yet made are rows too ("missing")."""
-    records = {record["run_id"]: record for record in _records(Path(runs_root) / study.name)}
+    folder = Path(runs_root) / study.name
+    records = {record["run_id"]: record for record in _records(folder)}
     rates = chosen_rates(study, records.values(), overrides)
     planned = {one.id: one for one in expand(study, rates, overrides)}
     rows = [_row(study.name, one, records.get(one.id)) for one in planned.values()]
     rows += [_stray(study.name, record) for run_id, record in records.items() if run_id not in planned]
-    return table(study.name, rows, {run_id: _curve(record) for run_id, record in records.items()})
+    compared = [one.id for one in planned.values() if one.purpose != "tune" and one.id in records]
+    right = {run_id: _right(folder / run_id, records[run_id]) for run_id in compared}
+    return table(
+        study.name,
+        rows,
+        {run_id: _curve(record) for run_id, record in records.items()},
+        {run_id: packed for run_id, packed in right.items() if packed},
+    )
 
 
-def table(study: str, rows: Iterable[Row], curves: Mapping[str, Curve] | None = None) -> Table:
+def table(
+    study: str,
+    rows: Iterable[Row],
+    curves: Mapping[str, Curve] | None = None,
+    right: Mapping[str, Packed] | None = None,
+) -> Table:
     """A table in its fixed order, its texts free of control characters."""
     ordered = sorted(({key: visible(value) for key, value in row.items()} for row in rows), key=_order)
-    return Table(study=study, rows=tuple(ordered), curves=dict(sorted((curves or {}).items())))
+    return Table(
+        study=study,
+        rows=tuple(ordered),
+        curves=dict(sorted((curves or {}).items())),
+        right=dict(sorted((right or {}).items())),
+    )
 
 
 def write(results: Table, folder: Path | str) -> Path:
-    """Write the CSV, its curves and their digests, each replaced whole; the same table gives the same bytes."""
+    """Write the CSV, its curves, its examples and their digests, each replaced whole; the same table, the same bytes."""
     folder = Path(folder)
     texts = {f"{results.study}.csv": _to_csv(results), f"{results.study}.curves.csv": _curves_to_csv(results)}
+    examples_name = f"{results.study}.examples.csv"
+    if results.right:
+        texts[examples_name] = _examples_to_csv(results)
     digests = "".join(f"{_sha256(text.encode())}  {name}\n" for name, text in texts.items())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in (*texts.items(), (f"{results.study}.sha256", digests)):
             replace_text(folder / name, text)
+        if not results.right:
+            (folder / examples_name).unlink(missing_ok=True)
     except OSError as error:
         raise MachineError(f"{folder}: results cannot be written there ({error.strerror or error}); check it") from None
     return folder / f"{results.study}.csv"
@@ -101,9 +128,12 @@ def load(path: Path | str) -> Table:
     raw = _read(path)
     listed = (line.split("  ", 1) for line in _read(path.with_suffix(".sha256")).decode().splitlines() if "  " in line)
     sums = {name: digest for digest, name in listed}
-    curves_path = path.with_suffix(".curves.csv")
+    curves_path, examples_path = path.with_suffix(".curves.csv"), path.with_suffix(".examples.csv")
     curves_raw = _read(curves_path)
-    for name, content in ((path.name, raw), (curves_path.name, curves_raw)):
+    examples_raw = _read(examples_path) if examples_path.name in sums or examples_path.exists() else None
+    for name, content in ((path.name, raw), (curves_path.name, curves_raw), (examples_path.name, examples_raw)):
+        if content is None:
+            continue
         if sums.get(name) != _sha256(content):
             raise DataError(
                 f"{path.parent / name}: was edited after the program wrote it (its SHA-256 differs); run `oelm analyze {path.stem}` again from the run records"
@@ -116,7 +146,10 @@ def load(path: Path | str) -> Table:
         curves.setdefault(str(_cell_value("run_id", line["run_id"])), []).append(
             (float(line["tokens"]), float(line["loss"]))
         )
-    return Table(study=path.stem, rows=tuple(rows), curves=curves)
+    right = {}
+    for line in csv.DictReader(io.StringIO((examples_raw or b"").decode())):
+        right[str(_cell_value("run_id", line["run_id"]))] = (int(line["count"]), str(_cell_value("right", line["right"])))
+    return Table(study=path.stem, rows=tuple(rows), curves=curves, right=right)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -161,7 +194,7 @@ def _row(study: str, planned: Planned, record: Mapping[str, Any] | None) -> Row:
         "at": canonical(planned.at),
         "run_id": planned.id,
     }
-    return _settings(study, names, planned.run) | (_measured(record) if record else {"status": "missing"})
+    return settings_columns(study, names, planned.run) | (_measured(record) if record else {"status": "missing"})
 
 
 def _stray(study: str, record: Mapping[str, Any]) -> Row:
@@ -176,10 +209,11 @@ def _stray(study: str, record: Mapping[str, Any]) -> Row:
         "at": "{}",
         "run_id": record["run_id"],
     }
-    return _settings(study, names, run) | _measured(record)
+    return settings_columns(study, names, run) | _measured(record)
 
 
-def _settings(study: str, names: Row, run: Run) -> Row:
+def settings_columns(study: str, names: Row, run: Run) -> Row:
+    """The columns that a run's settings fill, after those that name it."""
     data = run.identified()
     optimizer, budget = data["optimizer"], data["budget"]
     return (
@@ -256,6 +290,19 @@ def _curve(record: Mapping[str, Any]) -> Curve:
     ]
 
 
+def _right(folder: Path, record: Mapping[str, Any]) -> Packed | None:
+    """Which test examples a run got right, where it kept them; they must say what its record says."""
+    bits = examples.read(folder, record)
+    if bits is None:
+        return None
+    said = _table(_table(record, "metrics"), "test").get("accuracy")
+    if not isinstance(said, int | float) or abs(float(bits.mean()) - said) > 1e-6:
+        raise DataError(
+            f"{folder}: {examples.FILE} gives a test accuracy of {bits.mean():.6f}, result.json says {said}; run that row again"
+        )
+    return len(bits), examples.pack(bits)
+
+
 def visible(value: Any) -> Any:
     """Text on one line: control characters, bidi marks and lone surrogates as their escapes."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value) if isinstance(value, str) else value
@@ -280,6 +327,11 @@ def _to_csv(results: Table) -> str:
 def _curves_to_csv(results: Table) -> str:
     lines = ({"run_id": run, "tokens": t, "loss": v} for run, curve in results.curves.items() for t, v in curve)
     return _csv_text(["run_id", "tokens", "loss"], lines)
+
+
+def _examples_to_csv(results: Table) -> str:
+    lines = ({"run_id": run, "count": count, "right": packed} for run, (count, packed) in results.right.items())
+    return _csv_text(["run_id", "count", "right"], lines)
 
 
 def _csv_text(columns: list[str], rows: Iterable[Row]) -> str:

@@ -12,11 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from oelm.evidence import paired
 from oelm.evidence.labels import budget_of, stratum_of
-from oelm.evidence.paired import Estimate
-from oelm.evidence.results import Row, Table
-from oelm.study.rows import BUDGETS, HIGHER_IS_BETTER, Contrast, Margin, Study, axis_label
+from oelm.evidence.paired import Estimate, OverExamples
+from oelm.evidence.results import Row, Table, settings_columns
+from oelm.study.rows import BUDGETS, HIGHER_IS_BETTER, Contrast, Margin, Study, axis_label, cells
+from oelm.train.examples import unpack
+from oelm.train.run import Run
 from oelm.values import canonical
 
 
@@ -58,7 +62,7 @@ class Comparison:
     reference_rate: float | None
     points: tuple[Point, ...]
     unpaired: tuple[int, ...]
-    diverged: tuple[int, int]  # compared runs that diverged: of the arm, of the reference
+    diverged: tuple[int, int]  # compared runs that diverged or gave no finite number: of the arm, of the reference
     failed: int
     demonstration: bool
     notes: tuple[str, ...]
@@ -66,7 +70,7 @@ class Comparison:
     family: int = 1
     p_holm: float | None = None
     p_not_worse_holm: float | None = None
-    examples: tuple[float, float] | None = None  # paired bootstrap over examples, where they were recorded
+    examples: OverExamples | None = None  # the other source of variance, where runs kept their test examples
     verdict: str = UNDECIDED
     reason: str = ""
     more_seeds: int | None = None
@@ -74,6 +78,15 @@ class Comparison:
     @property
     def n(self) -> int:
         return len(self.points)
+
+    @property
+    def p(self) -> float | None:
+        """The p that Holm corrects: of seeds, and where there are examples the larger of both."""
+        return _larger(self.estimate and self.estimate.p, self.examples and self.examples.p)
+
+    @property
+    def p_not_worse(self) -> float | None:
+        return _larger(self.estimate and self.estimate.p_not_worse, self.examples and self.examples.p_not_worse)
 
     @property
     def elsewhere(self) -> dict[str, Any]:
@@ -100,8 +113,11 @@ def judge(study: Study, results: Table, *, allow_mixed: bool = False) -> list[Co
     """Every declared comparison, corrected over the family; and the same elsewhere on the axes, to show how it moves."""
     found = []
     for contrast, at, primary in _places(study):
-        for rows in _strata(results, contrast, at):
-            found.append(_compare(study, contrast, at, rows, primary=primary, allow_mixed=allow_mixed))
+        strata = _strata(results, contrast, at)
+        if not strata and primary:  # it is a member of the family all the same
+            strata = _not_planned_yet(study, contrast, at)
+        for rows in strata:
+            found.append(_compare(study, contrast, at, rows, results, primary=primary, allow_mixed=allow_mixed))
     return decide(found)
 
 
@@ -139,9 +155,8 @@ def decide(found: Sequence[Comparison]) -> list[Comparison]:
         families.setdefault(None if comparison.primary else canonical(comparison.at), []).append(index)
     decided = list(found)
     for members in families.values():
-        estimates = [found[i].estimate for i in members]
-        adjusted = paired.holm([e.p if e else None for e in estimates])
-        not_worse = paired.holm([e.p_not_worse if e else None for e in estimates])
+        adjusted = paired.holm([found[i].p for i in members])
+        not_worse = paired.holm([found[i].p_not_worse for i in members])
         for i, p, q in zip(members, adjusted, not_worse, strict=True):
             decided[i] = _verdict(replace(found[i], family=len(members), p_holm=p, p_not_worse_holm=q))
     return decided
@@ -173,6 +188,9 @@ def _verdict(c: Comparison) -> Comparison:
         return replace(c, verdict=WORSE, reason="")
     if lost or reference_lost:
         return _undecided(c, f"{lost} run(s) of {c.arm} and {reference_lost} of {c.against} diverged")
+    x = c.examples
+    if x is not None and x.too_few(ALPHA):
+        return replace(c, verdict=UNDECIDED, reason=f"{x.count:,} test examples are too few, whatever the seeds")
     return _undecided(c, "")
 
 
@@ -197,8 +215,28 @@ def _undecided(c: Comparison, why: str) -> Comparison:
     return replace(c, verdict=UNDECIDED, reason=why, more_seeds=more)
 
 
+def _not_planned_yet(study: Study, contrast: Contrast, at: Mapping[str, Any]) -> list[list[Row]]:
+    """Rows that stand for a comparison whose runs have no names yet, for their rates are not chosen."""
+    return [
+        [
+            settings_columns(study.name, {"arm": cell.arm}, Run.read(cell.settings, where=cell.name))
+            | {"status": "missing"}
+            for cell in cells(study)
+            if cell.arm in (contrast.arm, contrast.against)
+            and all(cell.at.get(key) == value for key, value in at.items())
+        ][:1]
+    ]
+
+
 def _compare(
-    study: Study, contrast: Contrast, at: Mapping[str, Any], rows: list[Row], *, primary: bool, allow_mixed: bool
+    study: Study,
+    contrast: Contrast,
+    at: Mapping[str, Any],
+    rows: list[Row],
+    results: Table,
+    *,
+    primary: bool,
+    allow_mixed: bool,
 ) -> Comparison:
     sides = [[row for row in rows if row["arm"] == arm] for arm in (contrast.arm, contrast.against)]
     both = sides[0] + sides[1]
@@ -206,8 +244,12 @@ def _compare(
     done = [row for row in both if row["status"] == "done"]
     metric, notes = _split(f"{contrast.split}.{measured}", done), _notes(study, sides)
     if metric != f"{contrast.split}.{measured}":
-        notes.append(f"{contrast.split}.{measured} was not recorded by every run: compared on {metric}")
-    points, unpaired = _pairs(sides, metric)
+        notes.append(f"no run recorded {contrast.split}.{measured}: compared on {metric}")
+    pairs, unpaired = _pairs(sides, metric)
+    points = [_point(seed, of_seed, metric) for seed, of_seed in pairs.items()]
+    lost = [_count(side, "diverged") + _without_number(side, metric) for side in sides]
+    if any(_without_number(side, metric) for side in sides):
+        notes.append(f"a finished run without a finite {metric} counts as diverged")
     margin = _margin(study.margin, contrast, points)
     mixed = _mixed(done)
     lower = contrast.metric not in HIGHER_IS_BETTER
@@ -228,7 +270,7 @@ def _compare(
         reference_rate=_one_rate(sides[1]),
         points=tuple(points),
         unpaired=tuple(unpaired),
-        diverged=(_count(sides[0], "diverged"), _count(sides[1], "diverged")),
+        diverged=(lost[0], lost[1]),
         failed=sum(row["status"] in ("failed", "stopped", "missing") for row in both),
         demonstration=any(row.get("data_status") in UNTRUE_DATA for row in both),
         notes=(*notes, *(f"mixed {what}, allowed" for what in mixed)),
@@ -240,7 +282,7 @@ def _compare(
         return base
     differences = [p.value - p.reference for p in points]
     estimate = paired.estimate(differences, margin=margin, lower_is_better=lower, level=LEVEL)
-    return replace(base, estimate=estimate)
+    return replace(base, estimate=estimate, examples=_over_examples(results, pairs, metric, margin))
 
 
 def _margin(declared: Margin | None, contrast: Contrast, points: Sequence[Point]) -> float | None:
@@ -261,27 +303,46 @@ def _refused(c: Comparison, why: str) -> Comparison:
 
 
 def _split(metric: str, done: list[Row]) -> str:
-    """The declared split where every finished run has it, else validation."""
-    if all(row.get(metric) is not None for row in done):
+    """The declared split, or validation where no finished run has it."""
+    if not done or any(row.get(metric) is not None for row in done):
         return metric
     return f"validation.{metric.split('.', 1)[1]}"
 
 
-def _pairs(sides: list[list[Row]], metric: str) -> tuple[list[Point], list[int]]:
-    """Seeds that both arms finished. Where the rate is an axis, a seed's value is its mean over the rates both have."""
-    values: list[dict[tuple[int, float], float]] = []
+def _pairs(sides: list[list[Row]], metric: str) -> tuple[dict[int, list[tuple[Row, Row]]], list[int]]:
+    """By seed, the runs that both arms finished (several where the rate is an axis); and the seeds of runs without partner."""
+    found: list[dict[tuple[int, float], Row]] = []
     tuned = all(_one_rate(side) is not None for side in sides)
     for side in sides:
         finished = [row for row in side if row["status"] == "done" and row.get(metric) is not None]
-        values.append({(row["seed"], 0.0 if tuned else row["lr"]): float(row[metric]) for row in finished})
-    common = values[0].keys() & values[1].keys()
-    seeds = sorted({seed for seed, _ in common})
-    points = []
-    for seed in seeds:
-        keys = [key for key in sorted(common) if key[0] == seed]
-        value, reference = (math.fsum(v[key] for key in keys) / len(keys) for v in values)
-        points.append(Point(seed=seed, value=value, reference=reference))
-    return points, sorted({seed for seed, _ in values[0].keys() ^ values[1].keys()})
+        found.append({(row["seed"], 0.0 if tuned else row["lr"]): row for row in finished})
+    pairs: dict[int, list[tuple[Row, Row]]] = {}
+    for key in sorted(found[0].keys() & found[1].keys()):
+        pairs.setdefault(key[0], []).append((found[0][key], found[1][key]))
+    return pairs, sorted({seed for seed, _ in found[0].keys() ^ found[1].keys()})
+
+
+def _point(seed: int, pairs: list[tuple[Row, Row]], metric: str) -> Point:
+    """A seed's values; where the rate is an axis, their means over the rates that both arms have."""
+    value, reference = (math.fsum(float(row[metric]) for row in side) / len(side) for side in zip(*pairs, strict=True))
+    return Point(seed=seed, value=value, reference=reference)
+
+
+def _over_examples(
+    results: Table, pairs: Mapping[int, list[tuple[Row, Row]]], metric: str, margin: float | None
+) -> OverExamples | None:
+    """The paired bootstrap over one test set's examples; None where a run did not keep them, or kept others."""
+    rows = [row for of_seed in pairs.values() for pair in of_seed for row in pair]
+    kept = {row["run_id"]: results.right[row["run_id"]] for row in rows if row["run_id"] in results.right}
+    sets = {(row.get("fingerprint"), kept.get(row["run_id"], (0, ""))[0]) for row in rows}
+    if metric != "test.accuracy" or len(kept) < len(rows) or len(sets) != 1:
+        return None
+    right = {run_id: unpack(text, count).astype(float) for run_id, (count, text) in kept.items()}
+    of_seeds = [
+        np.mean([right[row["run_id"]] - right[reference["run_id"]] for row, reference in of_seed], axis=0)
+        for of_seed in pairs.values()
+    ]
+    return paired.over_examples(np.mean(of_seeds, axis=0), margin=margin, level=LEVEL)
 
 
 def _mixed(rows: list[Row]) -> list[str]:
@@ -326,6 +387,15 @@ def _one_rate(rows: list[Row]) -> float | None:
 
 def _count(rows: list[Row], status: str) -> int:
     return sum(row["status"] == status for row in rows)
+
+
+def _without_number(rows: list[Row], metric: str) -> int:
+    return sum(row["status"] == "done" and row.get(metric) is None for row in rows)
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    """The larger p; None where the first is not there."""
+    return one if one is None or other is None else max(one, other)
 
 
 def _largest(values: Iterable[Any]) -> float | None:

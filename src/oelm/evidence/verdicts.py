@@ -30,6 +30,8 @@ def _plain(c: Comparison) -> dict[str, Any]:
     shown = {
         "difference": narrative.difference(c, e.mean) if e else None,
         "interval": narrative.interval(c, e.t_interval) if e else None,
+        "over_examples": narrative.over_examples(c) if c.examples else None,
+        "p": f"{narrative.p_value(e.p)} / {narrative.p_value(e.p_smallest)}" if e else "–",
         "n": c.n,
         "said": c.said,
     }
@@ -48,13 +50,17 @@ def show(said: dict[str, Any]) -> None:
         console.print(Text(visible(sentence)))
     budgets = {c["budget"] for c in said["comparisons"]}
     lines = Lines(show_edge=False, pad_edge=False, box=None)
-    for head in ("comparison", "n", "difference", "95 % t interval", "Holm p", "verdict"):
+    examples = any(c["shown"]["over_examples"] for c in said["comparisons"])
+    over = ("over examples",) if examples else ()
+    for head in ("comparison", "n", "difference", "95 % t interval", *over, "p / smallest", "Holm p", "verdict"):
         lines.add_column(head, no_wrap=head not in ("comparison", "verdict"))
     for c in said["comparisons"]:
         shown = c["shown"]
         pair = f"{c['arm']} against {c['against']}" + (f", {c['budget']}" if len(budgets) > 1 else "")
-        cells = (pair, str(shown["n"]), shown["difference"] or "–", shown["interval"] or "–")
-        lines.add_row(*(Text(visible(cell)) for cell in (*cells, narrative.p_value(c["p_holm"]), shown["said"])))
+        cells = [pair, str(shown["n"]), shown["difference"] or "–", shown["interval"] or "–"]
+        cells += [shown["over_examples"] or "–"] if examples else []
+        cells += [shown["p"], narrative.p_value(c["p_holm"]), shown["said"]]
+        lines.add_row(*(Text(visible(cell)) for cell in cells))
     if said["comparisons"]:
         console.print(lines)
         if len(budgets) == 1:

@@ -29,6 +29,7 @@ KEPT = (
     "metrics.jsonl",
     "timing_stats.json",
     "result.json",
+    "examples.json",
     "dropped.json",
 )
 MISSING = "(not there)"

@@ -185,9 +185,12 @@ class RunFolder:
 
     def write(self, name: str, data: Any) -> None:
         """A JSON file of the folder, replaced as a whole."""
-        if not self.first:
-            return
-        write_atomically(self.path / name, strict_json(data, indent=1) + "\n")
+        self.write_text(name, strict_json(data, indent=1) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """A text file of the folder, replaced as a whole."""
+        if self.first:
+            write_atomically(self.path / name, text)
 
     def forget(self, name: str) -> None:
         """Remove a file of the folder, if it is there."""

@@ -18,6 +18,7 @@ import torch
 
 import oelm
 from oelm.errors import CheckpointError, MethodError, OelmError, OutOfMemory, Preempted
+from oelm.train import examples
 from oelm.train.checkpoint import Checkpoints, Loaded, disk_room, load_weights, put_weights
 from oelm.train.clock import Clock
 from oelm.train.folder import RunFolder
@@ -123,6 +124,7 @@ class _Session:
         self.saved_at = 0
         self.ready: Prepared | None = None
         self.known: dict[str, Any] = {}  # of the record
+        self.right: dict[int, int] = {}  # a classifier's test examples: which were right
 
     def train(self, stack: ExitStack) -> dict[str, Any]:
         """The whole of it, from data to the record."""
@@ -351,6 +353,7 @@ class _Session:
         except StopAsked:
             self.model.train()
             raise self._stop() from None
+        self.right = source.right
         return dict(found)
 
     # -- saving
@@ -396,9 +399,14 @@ class _Session:
         self.world.barrier()
         oelm.verify(self.model)
         self.known["frozen_digest"]["end"] = frozen_digest(self.model)
-        return self.leave("done", None, test=self._test())
+        test = self._test()
+        if self.right:
+            text = examples.contents(self.right)
+            self.home.write_text(examples.FILE, text)
+            self.known["examples"] = examples.named(text)
+        return self.leave("done", None, test=test)
 
-    def _test(self) -> dict[str, Any] | None:
+    def _test(self) -> dict[str, Any]:
         """The test split, read once, with the weights that validation chose."""
         best = self.state.best
         if best is not None and best["step"] != self.state.step:
@@ -451,10 +459,11 @@ class _Session:
 
 
 class _Watched:
-    """A source whose evaluation batches keep the heartbeat going."""
+    """A source whose evaluation batches keep the heartbeat going, and which keeps what a classifier got right of the test."""
 
     def __init__(self, source: Any, beat: Callable[[], None]) -> None:
         self._source, self._beat = source, beat
+        self.right: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -463,3 +472,10 @@ class _Watched:
         for batch in self._source.eval_batches(*args, **more):
             self._beat()
             yield batch
+
+    def score(self, split: str, outputs: Any) -> dict[str, Any]:
+        if split != "test" or self._source.kind != "classify":
+            return dict(self._source.score(split, outputs))
+        found: dict[str, Any] = self._source.score(split, outputs, per_example=True)
+        self.right = found["per_example"]
+        return found

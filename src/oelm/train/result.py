@@ -118,9 +118,10 @@ def record(
     logit_std: float | None = None,
     data: dict[str, Any] | None = None,
     environment: dict[str, Any] | None = None,
+    examples: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """result.json: every field is there; what is not known is null."""
-    return {
+    """result.json: every field is there; what is not known is null. Only classifiers have `examples`."""
+    made = {
         "schema": SCHEMA,
         "run_id": run_id,
         "study": study,
@@ -137,3 +138,4 @@ def record(
         "error": error,
         "curve": curve,
     }
+    return made if examples is None else made | {"examples": examples}
