@@ -13,7 +13,8 @@ from oelm.evidence import export, probes
 from oelm.method.apply import apply
 from oelm.method.variant import named
 from oelm.models.build import build
-from oelm.models.shapes import Shape
+from oelm.models.hub import Hosted
+from oelm.models.shapes import HubModel, Shape
 from oelm.train.run import Run
 
 
@@ -112,9 +113,90 @@ def test_slices_have_no_matrix_and_no_spectrum():
     assert np.isfinite(found.entropy).all()
 
 
-def test_classifiers_are_refused():
-    with pytest.raises(ConfigError, match="language models"):
-        probes.probe(model_of(head="classify"), name="c", variant="baseline")
+def test_of_a_classifier_padding_is_left_out_and_vocabulary_scores_are_not_there():
+    model = model_of(head="classify", causal=False)
+    ids, mask = torch.randint(1, 64, (2, 12)), torch.ones(2, 12, dtype=torch.bool)
+    mask[1, 7:] = False
+    found = probes.probe(model, name="c", variant="baseline", ids=ids, given={"mask": mask})
+    alone = [probes.probe(model, name="c", variant="baseline", ids=row) for row in (ids[:1], ids[1:, :7])]
+    weighed = (12 * np.array(alone[0].entropy) + 7 * np.array(alone[1].entropy)) / 19
+    np.testing.assert_allclose(found.entropy, weighed, rtol=1e-4)
+    assert found.loss is None
+    assert np.isnan(found.prefix_matching).all()
+    assert np.isnan(found.copying).all()
+
+
+def hosted(kind, head):
+    """A Hugging Face model of random weights, its attention written out here once more."""
+    transformers = pytest.importorskip("transformers")
+    size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=48, vocab_size=64),
+        "llama": lambda: transformers.LlamaConfig(**size, num_key_value_heads=2, intermediate_size=64),
+        "bert": lambda: transformers.BertConfig(**size, intermediate_size=64, max_position_embeddings=48),
+    }[kind]()
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
+    inner = auto.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in inner.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return Hosted(inner, HubModel(path="made", head=head)).eval()
+
+
+@pytest.mark.parametrize(("kind", "head"), [("gpt2", "lm"), ("llama", "lm"), ("bert", "classify")])
+def test_hugging_face_models_by_their_own_attentions(kind, head):
+    model = hosted(kind, head)
+    ids, mask = torch.randint(0, 64, (3, 20)), torch.ones(3, 20, dtype=torch.bool)
+    mask[1, 15:] = False
+    given = {} if head == "lm" else {"mask": mask}
+    found = probes.probe(model, name="x", variant="baseline", ids=ids, given=given)
+    with torch.no_grad():
+        said = model.inner(ids, output_attentions=True, **({"attention_mask": mask.long()} if given else {})).attentions
+    for layer, attention in enumerate(said):
+        for head_number in range(4):
+            entropies, distances = [], []
+            for row in range(3):
+                length = 15 if given and row == 1 else 20
+                for reader in range(length):
+                    p = attention[row, head_number, reader, :length].double().numpy()
+                    seen = length if given else reader + 1
+                    distances.append(sum(p[j] * abs(reader - j) for j in range(length)))
+                    if seen > 1:
+                        entropies.append(-sum(v * math.log(v) for v in p if v > 0) / math.log(seen))
+            assert found.entropy[layer][head_number] == pytest.approx(np.mean(entropies), rel=1e-4)
+            assert found.distance[layer][head_number] == pytest.approx(np.mean(distances), rel=1e-4)
+    assert model.inner.config._attn_implementation == "eager"
+    assert np.isfinite(found.copying).all() == (head == "lm")
+
+
+def test_matrices_and_logits_of_gpt2_by_hand():
+    """Spectrum, match, logit scale, copying and induction of one head from GPT-2's fused matrices."""
+    model = hosted("gpt2", "lm")
+    body, ids = model.inner.transformer, torch.randint(0, 64, (2, 16))
+    found = probes.probe(model, name="x", variant="baseline", ids=ids, seed=3)
+    attention = body.h[0].attn
+    q, k, v = (part[:, 8:16].double() for part in attention.c_attn.weight.detach().split(32, dim=1))
+    kernel = q @ k.t()
+    values = np.linalg.svd(kernel.numpy(), compute_uv=False)[:8]
+    share = values / values.sum()
+    assert found.qk_rank[0][1] == pytest.approx(np.exp(-(share * np.log(share)).sum()) / 8, rel=1e-4)
+    assert found.qk_trace[0][1] == pytest.approx(float(kernel.trace()) / values.sum(), rel=1e-3, abs=1e-5)
+    with torch.no_grad():
+        x = body.h[0].ln_1(body.wte(ids) + body.wpe(torch.arange(16)))
+        whole = attention.c_attn(x)
+        logits = (whole[..., 8:16] @ whole[..., 40:48].transpose(1, 2) / math.sqrt(8)).double().numpy()
+        seen = np.concatenate([logits[row][np.tril_indices(16)] for row in range(2)])
+        assert found.logit_std[0][1] == pytest.approx(seen.std(ddof=1), rel=1e-4)
+        generator = torch.Generator().manual_seed(3)
+        repeated = torch.randint(0, 64, (4, 24), generator=generator).repeat(1, 2)
+        drawn = torch.randperm(64, generator=generator)
+        e, u = body.wte.weight[drawn], model.inner.lm_head.weight[drawn]
+        wrote = body.h[0].ln_1(e).double() @ v @ attention.c_proj.weight[8:16].double() @ u.double().t()
+        assert found.copying[0][1] == pytest.approx(float((wrote.argmax(1) == torch.arange(64)).double().mean()))
+        maps = model.inner(repeated, output_attentions=True).attentions[0][:, 1]
+        prefix = np.mean([float(maps[row, t, t - 23]) for row in range(4) for t in range(24, 47)])
+    assert found.prefix_matching[0][1] == pytest.approx(prefix, rel=1e-4)
 
 
 # ---- export

@@ -26,7 +26,7 @@ def probe(
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("probe.html"),
     json: Annotated[bool, typer.Option("--json", help="The numbers as JSON on stdout.")] = False,
 ) -> None:
-    """Look into the attention of trained language models: entropy, distance, logit scale, spectrum, induction."""
+    """Look into the attention of trained models: entropy, distance, logit scale, spectrum, induction."""
     from dataclasses import asdict, replace
 
     from oelm.cli import output
@@ -37,14 +37,14 @@ def probe(
     found, maps = [], {}
     for folder in run:
         settings, model = probes.load_run(folder, checkpoint)
-        ids = probes.text_ids(settings, text)
+        ids, given = probes.reading_of(settings, text)
         name = folder.resolve().name
-        one = probes.probe(model, name=name, variant=variant_label(settings.variant), ids=ids)
+        one = probes.probe(model, name=name, variant=variant_label(settings.variant), ids=ids, given=given)
         if settings.data.name == "recall":
             one = replace(one, recall=probes.recall_by_pairs(model, settings))
         found.append(one)
         if text is not None:
-            maps[name] = probes.maps_of(model, settings, ids)
+            maps[name] = probes.maps_of(model, settings, ids, given)
     write_page(probes.as_view(found, maps), out, "probes.html.j2")
     if json:
         output.as_json([_finite(asdict(one)) for one in found])

@@ -1,15 +1,15 @@
 """Looks into a trained model's attention: what frozen heads lack and what the remedies repair.
 
 Owns entropy, distance, logit scale, the QK spectrum, induction scores, recall by pairs, and the loss on recallable and
-other tokens. The only part of evidence that needs torch. Refuses what is not our own transformer with a language-model
-head: the inside of other models is not laid out as it reads.
+other tokens, of our transformer and of Hugging Face models (heads.py reads them out). Scores of copying and of losses are
+of language models alone; elsewhere they are left out.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oelm.errors import ConfigError, DataError
+from oelm.evidence.heads import Layer, layers, watch
 from oelm.models.shapes import Shape
 
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from oelm.train.run import Run
 
 Grid = list[list[float]]  # layers × heads
-REPEATS = 4  # batches of the made sequences
+REPEATS = 4  # rows of the made sequences
+MOST_SCORES = 2**21  # logits of one head that are looked at: rows × T × T
 SEED = 0
 
 
@@ -36,8 +38,8 @@ class Probe:
 
     name: str
     variant: str
-    entropy: Grid  # of attention, as a share of the largest possible at each position
-    distance: Grid  # mean number of tokens looked back
+    entropy: Grid  # of attention, as a share of the largest possible at each position; NaN: has no such value
+    distance: Grid  # mean number of tokens between reader and read
     logit_std: Grid
     qk_rank: Grid  # effective rank of the head's W_Q W_Kᵀ, as a share of the head's width
     qk_trace: Grid  # how far the head's kernel matches like with like: trace over nuclear norm
@@ -56,7 +58,7 @@ class Probe:
 
 GRIDS: dict[str, tuple[str, str]] = {
     "entropy": ("Entropy", "Entropy of attention over the largest possible: 1 is uniform, 0 looks at one token."),
-    "distance": ("Distance", "Mean number of tokens that a head looks back."),
+    "distance": ("Distance", "Mean number of tokens between the reader and what it reads."),
     "logit_std": ("Logit scale", "Standard deviation of the attention logits of visible pairs."),
     "qk_rank": ("QK rank", "Effective rank of W_Q W_Kᵀ (exp of the entropy of its spectrum) over the head's width."),
     "qk_trace": (
@@ -91,6 +93,8 @@ def load_run(folder: Path | str, checkpoint: str = "best") -> tuple[Run, nn.Modu
         vocab = weights["embed.weight"].shape[0]
         labels = weights["head.bias"].shape[0] if run.model.head in ("classify", "tag") else None
     model = build(run.model, vocab=vocab, labels=labels, seed=run.seed, context=run.data.context)
+    if labels is None and (other := _labels_of(weights, model.state_dict())):
+        model = build(run.model, labels=other, seed=run.seed, context=run.data.context)
     apply(model, run.variant, seed=run.seed)
     present = model.state_dict()
     found = model.load_state_dict(weights, strict=False)
@@ -104,37 +108,83 @@ def load_run(folder: Path | str, checkpoint: str = "best") -> tuple[Run, nn.Modu
     return run, model
 
 
-def probe(model: nn.Module, *, name: str, variant: str, ids: Tensor | None = None, seed: int = SEED) -> Probe:
-    """Every measurement of our transformer; `ids` (rows, tokens) is text to measure the losses and attention on."""
+def _labels_of(weights: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> int | None:
+    """How many labels a Hugging Face classifier was trained with, where its own settings say another number."""
+    odd = [name for name, value in weights.items() if name in present and value.shape != present[name].shape]
+    return int(weights[odd[0]].shape[0]) if odd else None
+
+
+def probe(
+    model: nn.Module,
+    *,
+    name: str,
+    variant: str,
+    ids: Tensor | None = None,
+    given: Mapping[str, Tensor] | None = None,
+    seed: int = SEED,
+) -> Probe:
+    """Every measurement that the model has; `ids` (rows, tokens) is text to measure losses and attention on.
+
+    given: what else the model reads of that text (mask, types, last).
+    """
     import torch
 
-    from oelm.models.gpt import GPT
-
-    if not isinstance(model, GPT) or model.shape.head != "lm":
-        raise ConfigError(f"{name}: probes read our own language models (model.kind gpt, head lm)")
-    shape = model.shape
+    vocab, context, is_lm = _sizes(model)
     generator = torch.Generator().manual_seed(seed)
-    half = max(2, min(64, shape.context // 2))
-    repeated = torch.randint(0, shape.vocab, (REPEATS, half), generator=generator).repeat(1, 2)
+    half = max(2, min(64, context // 2))
+    repeated = torch.randint(0, vocab, (REPEATS, half), generator=generator).repeat(1, 2)
     with torch.no_grad():
-        text = repeated if ids is None else ids[:, : shape.context]
-        maps = attention_maps(model, text)
-        loss = (None, None, None, None) if ids is None else split_loss(model, text)
+        text = repeated if ids is None else ids[:, :context]
+        rows = max(1, MOST_SCORES // text.shape[1] ** 2)
+        beside = {} if ids is None else {key: value[:rows] for key, value in (given or {}).items()}
+        looked = _look(model, text[:rows], beside)
+        matrices = layers(model)
+        loss = split_loss(model, text) if is_lm and ids is not None else (None, None, None, None)
         return Probe(
             name=name,
             variant=variant,
-            entropy=_grid(maps, _entropy),
-            distance=_grid(maps, _distance),
-            logit_std=[[float(head) for head in layer] for layer in _logit_stds(model, text)],
-            qk_rank=_over_heads(model, _effective_rank),
-            qk_trace=_over_heads(model, _matching),
-            prefix_matching=_grid(attention_maps(model, repeated), _prefix),
-            copying=_copying(model, generator),
+            entropy=looked["entropy"],
+            distance=looked["distance"],
+            logit_std=looked["logit_std"],
+            qk_rank=[_by_head(one, _effective_rank) for one in matrices],
+            qk_trace=[_by_head(one, _matching) for one in matrices],
+            prefix_matching=_prefixes(model, repeated) if is_lm else _nothing(looked["entropy"]),
+            copying=_copying(model, generator) if is_lm else _nothing(looked["entropy"]),
             loss=loss[0],
             recall_loss=loss[1],
             other_loss=loss[2],
             recall_share=loss[3],
         )
+
+
+def _sizes(model: Any) -> tuple[int, int, bool]:
+    """Vocabulary, context, and whether it is a language model."""
+    from oelm.models.gpt import GPT
+
+    if isinstance(model, GPT):
+        return model.shape.vocab, model.shape.context, model.shape.head == "lm"
+    config = model.inner.config
+    return config.vocab_size, getattr(config, "max_position_embeddings", None) or 512, model.spec.head == "lm"
+
+
+def _nothing(like: Grid) -> Grid:
+    return [[math.nan] * len(layer) for layer in like]
+
+
+def _look(model: nn.Module, ids: Tensor, given: Mapping[str, Tensor]) -> dict[str, Grid]:
+    """What attention does on a text, a layer at a time: only the numbers are kept."""
+    readers = given["mask"].bool() if "mask" in given else None
+    found: dict[str, Grid] = {"entropy": [], "distance": [], "logit_std": []}
+
+    def see(logits: Tensor) -> None:
+        attention = logits.softmax(-1)
+        valid = readers if readers is not None else logits.new_ones(logits.shape[0], logits.shape[2]).bool()
+        found["entropy"].append(_entropy(logits, attention, valid).tolist())
+        found["distance"].append(_distance(attention, valid).tolist())
+        found["logit_std"].append(_spread(logits, valid).tolist())
+
+    watch(model, ids, given, see)
+    return found
 
 
 def recall_by_pairs(model: nn.Module, run: Run, *, examples: int = 256) -> dict[str, float]:
@@ -154,42 +204,10 @@ def recall_by_pairs(model: nn.Module, run: Run, *, examples: int = 256) -> dict[
     return dict(source.score("test", outputs)["by_pairs"])
 
 
-def attention_maps(model: nn.Module, ids: Tensor) -> list[Tensor]:
+def attention_maps(model: nn.Module, ids: Tensor, given: Mapping[str, Tensor] | None = None) -> list[Tensor]:
     """Attention of every layer: (rows, heads, T, T), from the logits the model itself computes."""
-    return [scores.softmax(-1) for scores in attention_logits(model, ids)]
-
-
-def attention_logits(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """The masked attention logits of every layer, taken while the model reads."""
-    import torch
-
-    from oelm.models.attention import rotate
-
     found: list[Tensor] = []
-
-    def look(module: Any, arguments: tuple[Any, ...]) -> None:
-        x, reading = arguments[0], arguments[1]
-        q, k, _ = module.project(x)
-        if module.addons is not None:
-            q, k = module.addons(q, k, first=reading.first, previous=None)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if reading.rotation is not None:
-            q, k = rotate(q, *reading.rotation), rotate(k, *reading.rotation)
-        k = k.repeat_interleave(module.heads // module.kv_heads, dim=1)
-        scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(module.head_dim)
-        if reading.causal:
-            length = scores.shape[-1]
-            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
-        elif reading.mask is not None:
-            scores = scores.masked_fill(~reading.mask, -math.inf)
-        found.append(scores)
-
-    hooks = [block.attn.register_forward_pre_hook(look) for block in model.blocks]  # type: ignore[union-attr]
-    try:
-        model(ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    watch(model, ids, given or {}, lambda logits: found.append(logits.softmax(-1)))
     return found
 
 
@@ -222,25 +240,38 @@ def _seen_pairs(ids: Tensor) -> Tensor:
     return marks
 
 
-def _grid(maps: Sequence[Tensor], measure: Any) -> Grid:
-    return [[float(value) for value in measure(layer)] for layer in maps]
-
-
-def _entropy(attention: Tensor) -> Tensor:
+def _entropy(logits: Tensor, attention: Tensor, valid: Tensor) -> Tensor:
     """Mean over rows and positions that see more than one token."""
     import torch
 
-    visible = torch.arange(1, attention.shape[-1] + 1).float()
+    visible = torch.isfinite(logits[:, 0]).sum(-1)
     nats = -(attention * attention.clamp(min=1e-30).log()).sum(-1)
-    return (nats[..., 1:] / visible[1:].log()).mean((0, 2))
+    share = nats / visible.clamp(min=2).float().log()[:, None]
+    counts = (valid & (visible > 1))[:, None].float()
+    return (share * counts).sum((0, 2)) / counts.sum((0, 2)).clamp(min=1)
 
 
-def _distance(attention: Tensor) -> Tensor:
+def _distance(attention: Tensor, valid: Tensor) -> Tensor:
     import torch
 
     places = torch.arange(attention.shape[-1])
-    back = (places[:, None] - places[None, :]).clamp(min=0).float()
-    return (attention * back).sum(-1).mean((0, 2))
+    apart = (places[:, None] - places[None, :]).abs().float()
+    counts = valid[:, None].float()
+    return ((attention * apart).sum(-1) * counts).sum((0, 2)) / counts.sum((0, 2)).clamp(min=1)
+
+
+def _spread(logits: Tensor, valid: Tensor) -> Tensor:
+    """Standard deviation by head over all pairs of a reader and what it sees."""
+    import torch
+
+    pairs = torch.isfinite(logits[:, 0]) & valid[:, :, None]
+    return torch.stack([logits[:, head][pairs].std() for head in range(logits.shape[1])])
+
+
+def _prefixes(model: nn.Module, repeated: Tensor) -> Grid:
+    found: Grid = []
+    watch(model, repeated, {}, lambda logits: found.append(_prefix(logits.softmax(-1)).tolist()))
+    return found
 
 
 def _prefix(attention: Tensor) -> Tensor:
@@ -250,35 +281,11 @@ def _prefix(attention: Tensor) -> Tensor:
     return sum(attention[:, :, row, row - half + 1] for row in rows).mean(0) / len(rows)  # type: ignore[union-attr]
 
 
-def _logit_stds(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    import torch
-
-    stds = []
-    for scores in attention_logits(model, ids):
-        visible = torch.isfinite(scores[0, 0])
-        stds.append(scores[:, :, visible].transpose(0, 1).flatten(1).std(-1))
-    return stds
-
-
-def _heads_of(model: nn.Module) -> list[list[tuple[Tensor, Tensor] | None]]:
-    """W_Q and W_K of every head, (head width, width) each; None where slices have no matrix."""
-    from torch import nn as modules
-
-    found: list[list[tuple[Tensor, Tensor] | None]] = []
-    for block in model.blocks:  # type: ignore[union-attr]
-        attention = block.attn
-        if not isinstance(attention.q, modules.Linear) or not isinstance(attention.k, modules.Linear):
-            found.append([None] * attention.heads)
-            continue
-        q = attention.q.weight.float().view(attention.heads, attention.head_dim, -1)
-        k = attention.k.weight.float().view(attention.kv_heads, attention.head_dim, -1)
-        k = k.repeat_interleave(attention.heads // attention.kv_heads, dim=0)
-        found.append(list(zip(q, k, strict=True)))
-    return found
-
-
-def _over_heads(model: nn.Module, measure: Any) -> Grid:
-    return [[math.nan if pair is None else float(measure(*pair)) for pair in layer] for layer in _heads_of(model)]
+def _by_head(layer: Layer, measure: Callable[[Tensor, Tensor], float]) -> list[float]:
+    """NaN where heads have no matrices of their own (slices)."""
+    if layer.q is None or layer.k is None:
+        return [math.nan] * layer.heads
+    return [measure(*pair) for pair in zip(layer.q, layer.k, strict=True)]
 
 
 def _spectrum(q: Tensor, k: Tensor) -> Tensor:
@@ -301,44 +308,50 @@ def _matching(q: Tensor, k: Tensor) -> float:
     return float((q * k).sum() / _spectrum(q, k).sum().clamp(min=1e-30))
 
 
-def _copying(model: nn.Module, generator: Any, tokens: int = 200) -> Grid:
+def _copying(model: Any, generator: Any, tokens: int = 200) -> Grid:
     """For drawn tokens: does reading one through a head's W_V W_O raise its own logit above the others'?"""
     import torch
 
-    shape: Any = model.shape
-    drawn = torch.randperm(shape.vocab, generator=generator)[: min(tokens, shape.vocab)]
-    embedded = model.embed.weight[drawn].float()  # type: ignore[union-attr, index]
-    unembedded = model.vocabulary[drawn].float()  # type: ignore[index]
+    inner = getattr(model, "inner", None)
+    read = model.embed.weight if inner is None else inner.get_input_embeddings().weight
+    said = model.vocabulary if inner is None else inner.get_output_embeddings().weight
+    drawn = torch.randperm(len(said), generator=generator)[: min(tokens, len(said))]
+    embedded, unembedded = read[drawn].float(), said[drawn].float()
     grid: Grid = []
-    for block in model.blocks:  # type: ignore[union-attr]
-        attention = block.attn
-        read = block.norm1(embedded)
-        values = attention.v(read).view(len(drawn), attention.kv_heads, attention.head_dim)
-        values = values.repeat_interleave(attention.heads // attention.kv_heads, dim=1)
-        out = attention.o.weight.float().view(-1, attention.heads, attention.head_dim)
-        heads = torch.einsum("thd,whd->thw", values.float(), out)
-        logits = torch.einsum("thw,vw->htv", heads, unembedded)
-        right = logits.argmax(-1) == torch.arange(len(drawn))
-        grid.append([float(value) for value in right.float().mean(-1)])
+    for layer in layers(model):
+        if layer.v is None or layer.o is None or embedded.shape[1] != layer.v.shape[2]:
+            grid.append([math.nan] * layer.heads)
+            continue
+        seen = embedded if layer.norm is None else layer.norm(embedded)
+        heads = torch.einsum("tw,hdw,hdo->hto", seen, layer.v, layer.o)
+        right = (heads @ unembedded.t()).argmax(-1) == torch.arange(len(drawn))
+        grid.append(right.float().mean(-1).tolist())
     return grid
 
 
-def text_ids(run: Run, text: str | None, *, rows: int = 8) -> Tensor | None:
-    """The given text as one row of tokens, or rows of the run's own test split; None where neither can be had."""
+def reading_of(run: Run, text: str | None, *, rows: int = 8) -> tuple[Tensor, dict[str, Tensor]]:
+    """The given text as one row of tokens, framed as the task frames its examples, or rows of the run's own test split.
+
+    With the tokens comes what else the model reads of them (mask, types, last).
+    """
     import torch
 
-    assert isinstance(run.model, Shape)
     if text is not None:
+        from oelm.data.examples import Frame
         from oelm.data.tokens import load_tokens
 
-        ids = load_tokens(run.data.tokenizer).encode(text)
+        tokens = load_tokens(run.data.tokenizer)
+        ids = tokens.encode(text)[: run.data.context]
         if len(ids) < 3:
             raise ConfigError(f"the text has {len(ids)} tokens; give at least three")
-        return torch.tensor([ids[: run.data.context]])
+        if run.model.head != "lm":
+            ids = Frame(tokens, run.data.context, parts=1).joined(ids, None)[0]
+        return torch.tensor([ids]), {}
     from oelm.data.open import load
 
     batch = next(iter(load(run.data).eval_batches("test", rows)))
-    return torch.as_tensor(np.asarray(batch["inputs"])).long()
+    beside = {key: torch.as_tensor(np.asarray(batch[key])) for key in ("mask", "types", "last") if key in batch}
+    return torch.as_tensor(np.asarray(batch["inputs"])).long(), beside
 
 
 def as_view(probes: Sequence[Probe], maps: Mapping[str, tuple[Any, Sequence[str]]] | None = None) -> dict[str, Any]:
@@ -364,7 +377,7 @@ def as_view(probes: Sequence[Probe], maps: Mapping[str, tuple[Any, Sequence[str]
                 "recall": _shown(one.recall_loss),
                 "other": _shown(one.other_loss),
                 "share": "–" if one.recall_share is None else f"{100 * one.recall_share:.1f} %",
-                "prefix": _shown(max(max(layer) for layer in one.prefix_matching)),
+                "prefix": _best(one.prefix_matching),
                 "by_pairs": ", ".join(f"{pairs}: {100 * value:.1f} %" for pairs, value in one.recall.items()) or "–",
             }
             for one in probes
@@ -372,20 +385,26 @@ def as_view(probes: Sequence[Probe], maps: Mapping[str, tuple[Any, Sequence[str]
     }
 
 
+def _best(grid: Grid) -> str:
+    return _shown(max((value for layer in grid for value in layer if math.isfinite(value)), default=None))
+
+
 def _shown(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def maps_of(model: nn.Module, run: Run, ids: Tensor | None, *, most: int = 48) -> tuple[Any, list[str]]:
+def maps_of(
+    model: nn.Module, run: Run, ids: Tensor, given: Mapping[str, Tensor], *, most: int = 48
+) -> tuple[Any, list[str]]:
     """Attention of every layer and head on the first row of `ids`, and its tokens, for drawing."""
     import torch
 
     from oelm.data.tokens import load_tokens
 
-    if ids is None:
-        raise ConfigError("attention maps need a text")
     tokens = load_tokens(run.data.tokenizer)
     with torch.no_grad():
-        maps = attention_maps(model, ids[:1, :most])
-    said = [tokens.backend.decode([token]).strip() or "·" for token in ids[0, :most].tolist()]
-    return [layer[0].numpy() for layer in maps], said
+        maps = attention_maps(model, ids[:1], {key: value[:1] for key, value in given.items()})
+    said = [
+        tokens.backend.decode([token], skip_special_tokens=False).strip() or "·" for token in ids[0, :most].tolist()
+    ]
+    return [layer[0, :, :most, :most].numpy() for layer in maps], said

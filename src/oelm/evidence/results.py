@@ -148,7 +148,10 @@ def load(path: Path | str) -> Table:
         )
     right = {}
     for line in csv.DictReader(io.StringIO((examples_raw or b"").decode())):
-        right[str(_cell_value("run_id", line["run_id"]))] = (int(line["count"]), str(_cell_value("right", line["right"])))
+        right[str(_cell_value("run_id", line["run_id"]))] = (
+            int(line["count"]),
+            str(_cell_value("right", line["right"])),
+        )
     return Table(study=path.stem, rows=tuple(rows), curves=curves, right=right)
 
 
