@@ -364,8 +364,8 @@ def as_view(probes: Sequence[Probe], maps: Mapping[str, tuple[Any, Sequence[str]
         drawn = {arm: values for arm, values in grids.items() if np.isfinite(values).any()}
         if drawn:
             made.append(headmaps.head_grids(f"probe-{name}", title, caption, drawn))
-    for number, (title, (layers, tokens)) in enumerate((maps or {}).items()):
-        made.append(headmaps.attention_map(f"map-{number}", f"Attention of {title}", layers, tokens))
+    for number, (title, (grid, tokens)) in enumerate((maps or {}).items()):
+        made.append(headmaps.attention_map(f"map-{number}", f"Attention of {title}", grid, tokens))
     return {
         "title": "Probes: " + ", ".join(one.name for one in probes),
         "figures": made,

@@ -82,11 +82,13 @@ class Comparison:
     @property
     def p(self) -> float | None:
         """The p that Holm corrects: of seeds, and where there are examples the larger of both."""
-        return _larger(self.estimate and self.estimate.p, self.examples and self.examples.p)
+        e, x = self.estimate, self.examples
+        return _larger(e.p if e else None, x.p if x else None)
 
     @property
     def p_not_worse(self) -> float | None:
-        return _larger(self.estimate and self.estimate.p_not_worse, self.examples and self.examples.p_not_worse)
+        e, x = self.estimate, self.examples
+        return _larger(e.p_not_worse if e else None, x.p_not_worse if x else None)
 
     @property
     def elsewhere(self) -> dict[str, Any]:
