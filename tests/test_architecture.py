@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -110,17 +110,23 @@ def test_public_names_resolve():
         _ = oelm.no_such_name
 
 
+def processor_seconds() -> float:
+    """What children have used so far: a busy machine makes them wait, not work."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_is_quick_and_light():
     quickest = 9.0
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = processor_seconds()
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", "oelm", "--help"], capture_output=True, text=True, check=True
         )
-        quickest = min(quickest, time.perf_counter() - begun)
+        quickest = min(quickest, processor_seconds() - begun)
     loaded = set(re.findall(r"\|\s+([\w.]+)$", done.stderr, re.M))
     assert not loaded & set(HEAVY)
-    assert quickest < 0.8, f"oelm --help took {quickest:.2f} s (0.4 s without import timing on a calm machine)"
+    assert quickest < 0.4, f"oelm --help took {quickest:.2f} s of a processor"
 
 
 def test_every_command_has_two_examples():

@@ -129,6 +129,8 @@ def test_a_thousand_looks_while_a_trainer_writes(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
+    while not (place / "metrics.jsonl").exists() or not (place / "metrics.jsonl").stat().st_size:
+        assert writer.is_alive()
     watcher = Watcher(tmp_path)
     try:
         seen = [row for _ in range(300) for row in watcher.snapshot(curves=True)["runs"]]
