@@ -284,6 +284,29 @@ def test_a_cache_that_was_cut_is_refused() -> None:
             model(x[:, :1], past_key_values=cache, use_cache=True)
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_square_mask_says_which_token_a_key_follows(additive: bool) -> None:
+    model = made("llama")
+    a, b = tokens(2, 6), tokens(2, 5, seed=4)
+    document = torch.tensor([0] * 6 + [1] * 5)
+    seen = (document[:, None] == document).tril()[None, None].expand(2, 1, -1, -1)
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -1e4) if additive else seen
+    positions = torch.cat((torch.arange(6), torch.arange(5)))[None]
+    x = torch.cat((a, b), 1)
+    with torch.no_grad():
+        out = model(x, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        close(out[:, :6], model(a).logits)
+        close(out[:, 6:], model(b).logits)
+        # without positions to tell them apart, and with a cache: the second document's tokens one at a time
+        whole = model(x, attention_mask=mask, use_cache=False).logits
+        prefix = model(x[:, :8], attention_mask=mask[..., :8, :8], use_cache=True)
+        parts = [prefix.logits]
+        for t in range(8, 11):
+            now = mask[..., t : t + 1, : t + 1]
+            parts.append(model(x[:, t : t + 1], attention_mask=now, past_key_values=prefix.past_key_values).logits)
+    close(torch.cat(parts, 1), whole)
+
+
 def test_static_caches_and_unusual_masks_are_refused() -> None:
     from transformers import StaticCache
 
@@ -293,7 +316,7 @@ def test_static_caches_and_unusual_masks_are_refused() -> None:
     with torch.no_grad(), pytest.raises(MethodError, match="StaticCache"):
         model(x, past_key_values=cache, use_cache=True)
     with torch.no_grad(), pytest.raises(MethodError, match="attention_mask of shape"):
-        model(x, attention_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool))
+        model(x, attention_mask=torch.ones(2, 4, 6, 6, dtype=torch.bool))
     close(CASES["llama"].forward(model), CASES["llama"].forward(model))  # and the model still works
 
 

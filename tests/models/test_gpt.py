@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from oelm.errors import ConfigError
+from oelm.method.addons import Addons
 from oelm.models.build import build
 from oelm.models.gpt import GPT
 from oelm.models.shapes import PRESETS, Shape
@@ -147,6 +148,35 @@ def test_padding_changes_nothing(pool: str, causal: bool) -> None:
     alone = torch.cat([logits(model, part) for part in (short, long)])
     assert torch.allclose(together, alone, atol=1e-10)
     assert torch.equal(together, logits(model, padded, mask=mask, last=torch.tensor([5, 12])))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_on_the_left_is_read_by_nobody(causal: bool) -> None:
+    model = lively(GPT(TINY.changed(positions="rope", head="classify", causal=causal, labels=3)))
+    addons = Addons(4, 4, 8, ["shift-keys"], dtype=torch.float64)
+    for block in model.blocks:
+        block.attn.addons = addons
+    words, mask = tokens(2, 9), torch.arange(13)[None].expand(2, -1) >= 4
+    padded = torch.cat((tokens(2, 4, seed=5), words), dim=1)
+    other = torch.cat((tokens(2, 4, seed=6), words), dim=1)
+    found = logits(model, padded, mask=mask)
+    assert torch.equal(found, logits(model, other, mask=mask))
+    assert torch.allclose(found, logits(model, words), atol=1e-4)  # rotations are computed in float32
+    found.sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_padding_on_the_left_of_a_cache_stays_unread() -> None:
+    model = lively(GPT(TINY.changed(positions="rope")))
+    inputs, mask = tokens(2, 12), torch.arange(12)[None].expand(2, -1) >= 4
+    whole = model(inputs, mask=mask)[:, 5:]
+    cache = model.new_cache()
+    model(inputs[:, :5], mask=mask[:, :5], cache=cache)
+    parts = [model(inputs[:, 5:8], mask=mask[:, :8], cache=cache)]
+    parts += [model(inputs[:, t : t + 1], mask=mask[:, : t + 1], cache=cache) for t in range(8, 12)]
+    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-10)
+    with pytest.raises(ConfigError, match="a mask of 1 tokens"):
+        model(inputs[:, :1], mask=mask[:, :1], cache=cache)
 
 
 def test_grouped_heads_equal_repeated_ones() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import oelm
 from oelm.errors import CheckpointError, ConfigError, MachineError, OelmError
 from oelm.models.build import build
 from oelm.models.generate import Sampling, generate
@@ -25,6 +26,9 @@ CONFIGS = {
     ),
     "roberta": lambda: transformers.RobertaConfig(**SMALL, max_position_embeddings=42, type_vocab_size=1),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=40),
+    "gptj": lambda: transformers.GPTJConfig(
+        vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=40, rotary_dim=4, bos_token_id=1, eos_token_id=2
+    ),
     "llama": lambda: transformers.LlamaConfig(**SMALL, max_position_embeddings=40),
     "gemma2": lambda: transformers.Gemma2Config(
         **SMALL, head_dim=8, num_key_value_heads=2, max_position_embeddings=40, final_logit_softcapping=0.5
@@ -134,9 +138,12 @@ def test_language_models_say_what_transformers_says(folder, family: str, one_mat
         assert torch.allclose(hidden @ model.vocabulary.t(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_packed_documents_do_not_leak(folder, family: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gptj"])  # gptj has no SDPA: its attention is written out
+@pytest.mark.parametrize("shifted", [False, True])
+def test_packed_documents_do_not_leak(folder, family: str, shifted: bool) -> None:  # type: ignore[no-untyped-def]
     model = build(HubModel(path=folder(family, "AutoModelForCausalLM"), head="lm")).eval()
+    if shifted:
+        oelm.apply(model, oelm.Variant(addons=("shift-keys",)))
     one, two = texts(6)[0][:, :6], texts(9)[0][:, :9] + 1
     packed = model(torch.cat((one, two), 1) % 90, documents=torch.tensor([[4] * 6 + [2] * 9]))
     alone = torch.cat((model(one % 90), model(two % 90)), dim=1)

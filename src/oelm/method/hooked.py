@@ -21,6 +21,7 @@ from oelm.method.split import Layout
 
 
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
+HIDDEN = -1e3  # what an additive mask is below where nothing may be seen; people write -1e4, -1e9, the dtype's least
 NORMS = {"q": ("q_norm", "q_layernorm", "query_layernorm"), "k": ("k_norm", "k_layernorm", "key_layernorm")}
 
 
@@ -69,14 +70,7 @@ def _starts(given: Mapping[str, Any]) -> Tensor | None:
     batch, length = tokens.shape[:2]
     starts: list[Tensor] = []
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != past + length:
-            raise MethodError(
-                "shift-keys: needs an attention_mask of shape (batch, tokens) that also covers the cache, to see "
-                "where padding ends; other masks do not say which token a key follows"
-            )
-        valid = mask.to(torch.bool)
-        before = valid[:, past - 1 : -1] if past else torch.cat((torch.zeros_like(valid[:, :1]), valid[:, :-1]), 1)
-        starts.append(~before)
+        starts.append(~_follows(mask, past, length).expand(batch, length))
     if isinstance(positions, Tensor) and length > 1:
         if positions.dim() != 2:
             raise MethodError("shift-keys: position_ids of more than two dimensions do not say what a key follows")
@@ -92,6 +86,22 @@ def _starts(given: Mapping[str, Any]) -> Tensor | None:
     for other in starts[1:]:
         found = found | other
     return found
+
+
+def _follows(mask: Any, past: int, length: int) -> Tensor:
+    """Bool (B or 1, T), true where a token's predecessor is one that it may look at."""
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
+    if len(shape) == 2 and shape[1] == past + length:
+        valid = mask.to(torch.bool)
+        return valid[:, past - 1 : -1] if past else nn.functional.pad(valid[:, :-1], (1, 0))
+    if len(shape) == 4 and shape[1] == 1 and shape[2:] == (length, past + length):
+        seen = mask if mask.dtype == torch.bool else mask > HIDDEN
+        before = seen[:, 0].diagonal(past - 1, dim1=-2, dim2=-1)
+        return before if past else nn.functional.pad(before, (1, 0))
+    raise MethodError(
+        "shift-keys: needs an attention_mask of shape (batch, tokens), or (batch, 1, tokens, tokens), that also covers "
+        f"the cache; {shape or type(mask).__name__} does not say which token a key follows"
+    )
 
 
 class HookedAddons(Addons):

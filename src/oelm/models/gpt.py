@@ -110,12 +110,15 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Features of `inputs` (B, T).
 
-        mask: (B, T), true where a token is valid; documents: (B, T), equal numbers see each other and nothing else;
-        last: (B,), the last valid position; cache: one LayerCache a layer, extended in place;
+        mask: (B, T), true where a token is valid, those in the cache included; padding may stand on either side;
+        documents: (B, T), equal numbers see each other and nothing else; last: (B,), the last valid position;
+        cache: one LayerCache a layer, extended in place;
         embedded: the embeddings of the inputs, where the caller looked them up; types is not used.
         """
         done = 0 if cache is None or cache[0].keys is None else cache[0].keys.shape[2]
         positions, first = _positions(inputs, documents, done)
+        if mask is not None:
+            first = _after_padding(mask, first, done, inputs.shape[1])
         x = self.embed(inputs) if embedded is None else embedded
         turn = None
         if self.position is None:
@@ -153,7 +156,7 @@ class GPT(nn.Module):
         if last is None:
             if mask is None:
                 return x[:, -1]
-            last = mask.long().sum(dim=1) - 1
+            last = (mask.long() * torch.arange(mask.shape[1], device=mask.device)).amax(dim=1)
         return x[torch.arange(x.shape[0], device=x.device), last]
 
     def _fits(self, length: int) -> None:
@@ -191,12 +194,21 @@ def _positions(inputs: Tensor, documents: Tensor | None, done: int) -> tuple[Ten
     return steps - starts, begins
 
 
+def _after_padding(mask: Tensor, first: Tensor | None, done: int, length: int) -> Tensor:
+    """Where no valid token stands before a token (B, T), or a document starts."""
+    if mask.shape[1] != done + length:
+        raise ConfigError(f"a mask of {mask.shape[1]} tokens for {done} read and {length} new ones; give one for all")
+    valid = mask.bool()
+    before = valid[:, done - 1 : -1] if done else F.pad(valid[:, :-1], (1, 0))
+    return ~before if first is None else first | ~before
+
+
 def _visible(
     causal: bool, inputs: Tensor, mask: Tensor | None, documents: Tensor | None, done: int
 ) -> tuple[Tensor | None, bool]:
     """The attention mask (B or 1, 1, T, done + T) where one is needed, and whether plain causality is enough.
 
-    Right-padded tokens are behind every valid one, so a causal model needs no padding mask.
+    A padded token of a causal model sees itself all the same: a softmax over nothing is not a number.
     """
     length = inputs.shape[1]
     parts: list[Tensor] = []
@@ -205,10 +217,12 @@ def _visible(
     if not causal:
         if mask is not None:
             parts.append(mask.bool()[:, None, None, :])
-    elif parts or (done and length > 1):
-        rows = torch.arange(done, done + length, device=inputs.device)
+    elif parts or mask is not None or (done and length > 1):
+        rows = torch.arange(done, done + length, device=inputs.device)[:, None]
         columns = torch.arange(done + length, device=inputs.device)
-        parts.append((rows[:, None] >= columns[None, :])[None, None])
+        parts.append((rows >= columns)[None, None])
+        if mask is not None:
+            parts.append(mask.bool()[:, None, None, :] | (rows == columns))
     elif not done:
         return None, True
     return _all(parts), False

@@ -146,10 +146,11 @@ class Hosted(nn.Module):
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
         starts = torch.where(begins, steps, 0).cummax(dim=1).values
         same = documents[:, :, None] == documents[:, None, :]
-        return {
-            "attention_mask": (same & (steps[:, None] >= steps[None, :]))[:, None],
-            "position_ids": steps - starts,
-        }
+        seen = (same & (steps[:, None] >= steps[None, :]))[:, None]
+        if self.config._attn_implementation != "sdpa":  # written-out attention adds its mask: true would be 1, false 0
+            dtype = next(self.inner.parameters()).dtype
+            seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        return {"attention_mask": seen, "position_ids": steps - starts}
 
 
 def _at(hidden: Tensor, mask: Tensor | None, last: Tensor | None) -> Tensor:
@@ -157,7 +158,7 @@ def _at(hidden: Tensor, mask: Tensor | None, last: Tensor | None) -> Tensor:
     if last is None:
         last = torch.full_like(hidden[:, 0, 0], hidden.shape[1] - 1, dtype=torch.long)
         if mask is not None:
-            last = mask.long().sum(dim=1) - 1
+            last = (mask.long() * torch.arange(mask.shape[1], device=mask.device)).amax(dim=1)
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
 
 
