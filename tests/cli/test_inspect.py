@@ -50,6 +50,12 @@ def test_gpt_512_as_a_table() -> None:
     assert "fault of measurement" in text
 
 
+def test_time_is_measured_on_request() -> None:
+    found = data("gpt-tiny", "--time")
+    assert 0 < found["time"]["saved_share"] == found["ceilings"]["time"] < 0.5
+    assert "of the time measured here" in run("gpt-tiny", "--time")
+
+
 def test_variants_are_taken_by_name() -> None:
     assert data("gpt-tiny", "--variant", "baseline")["parameters"]["frozen"] == 0
     assert data("gpt-tiny", "--variant", "progressive")["parameters"]["thawing"] > 0

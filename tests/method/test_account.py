@@ -99,7 +99,12 @@ def test_a_table_warns_of_claims_above_the_ceiling() -> None:
     found = oelm.account(GPT(TINY), variant="oelm-freeze")
     assert "fault of measurement" in str(found)
     data = found.to_dict()
-    assert data["ceilings"]["largest"] == max(v for k, v in data["ceilings"].items() if k != "largest")
+    assert data["ceilings"]["largest"] == max(
+        v for k, v in data["ceilings"].items() if k != "largest" and v is not None
+    )
+    assert "far above both" in str(found)
+    assert data["ceilings"]["time"] is None
+    assert "time is not FLOPs" in str(found)
     assert "fault" not in str(oelm.account(GPT(TINY), variant="baseline"))
 
 
@@ -155,16 +160,73 @@ def test_presets_are_counted(name: str) -> None:
     assert 0 < found.parameters.frozen_share < 0.5
 
 
-def test_the_ceiling_of_time_is_measured() -> None:
-    from oelm.method.account import step_ceiling
+def test_the_ceiling_of_time_is_measured_and_the_table_says_so() -> None:
+    model = GPT(TINY)
+    before = {n: (p.detach().clone(), p.requires_grad) for n, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    found = oelm.account(model, variant="tied-shift", length=16, batch=4, time=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, before[n][0]) and p.requires_grad == before[n][1] for n, p in model.named_parameters())
+    assert found.time is not None
+    saved = found.time.products_seconds + found.time.optimizer_seconds
+    assert 0 < saved < found.time.step_seconds
+    share = found.to_dict()["ceilings"]["time"]
+    assert share == saved / (saved + found.time.step_seconds)
+    assert f"{100 * share:.1f} % of the time measured here" in str(found)
+    with pytest.raises(MethodError, match="on the meta device; build it first"):
+        oelm.account(empty_model("gpt-tiny"), variant="oelm-freeze", time=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "shapes"),
+    [
+        ("oelm-freeze", [(32, 32, 4)]),
+        ("tied-shift", [(32, 32, 4)]),  # one matrix, but two products a layer
+        ("slices-shift", [(32, 32, 12)]),  # forward and both backward
+        ("baseline", []),
+        ("qk-ffn", [(32, 32, 4), (64, 32, 2), (32, 64, 2)]),
+    ],
+)
+def test_what_a_step_leaves_out_is_timed_product_by_product(
+    variant: str, shapes: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import oelm.method.timing as timing
 
     model = GPT(TINY)
-    oelm.apply(model, "oelm-freeze")
-    x = torch.randint(50, (4, 16))
+    oelm.apply(model, variant)
+    tokens = 7
+    # a clock that tells a call's multiplications: what it cannot see, AdamW's, is 0
+    monkeypatch.setattr(timing, "_seconds", lambda call: float(timing_flops(call)))
+    assert timing.left_out(model, tokens, torch.float32) == (sum(2 * tokens * a * b * n for a, b, n in shapes), 0.0)
 
-    def step() -> None:
-        model.logits(model(x)).sum().backward()
 
-    found = step_ceiling(model, step, tokens=64)
-    assert 0 < found["share"] < 1
-    assert found["weight_gradient_seconds"] < found["step_seconds"]
+def timing_flops(call: object) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        call()  # type: ignore[operator]
+    return counter.get_total_flops()
+
+
+def test_experts_are_counted_as_far_as_they_are_used() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    d, hidden, experts, n, vocab = 32, 48, 4, 16, 96
+    config = MixtralConfig(
+        vocab_size=vocab,
+        hidden_size=d,
+        intermediate_size=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    found = oelm.account(model, variant="oelm-freeze", length=n).flops
+    assert found is not None
+    attention = 2 * n * (2 * d * d + 2 * d * d // 2) + 4 * n * n * d
+    mixture = 2 * n * d * experts + 2 * (2 * n * 3 * d * hidden)
+    assert found.forward == 2 * (attention + mixture) + 2 * n * d * vocab
+    assert found.saved == 2 * 2 * n * (d * d + d * d // 2)

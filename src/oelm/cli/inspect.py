@@ -1,4 +1,4 @@
-"""`oelm inspect`: what a model and a variant cost, from the configuration alone. No download, no weights in memory."""
+"""`oelm inspect`: what a model and a variant cost, from the configuration alone. No download; no weights but for --time."""
 
 from __future__ import annotations
 
@@ -27,30 +27,41 @@ def inspect(
     classes: int = typer.Option(None, "--classes", min=1, help="Labels of a classifier [bert-base: 3]."),
     length: int = typer.Option(None, "--length", min=1, help="Tokens a sequence [at most 512, as the model allows]."),
     batch: int = typer.Option(1, "--batch", min=1, help="Sequences a step."),
+    time: bool = typer.Option(
+        False, "--time", help="Also measure a training step on this machine: the ceiling of time. Builds the model."
+    ),
     json_: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Count parameters, bytes and FLOPs of a model from its configuration, and what freezing can save of them.
 
-    Examples: oelm inspect bert-base --length 128; oelm inspect gpt-512 --variant progressive --json
+    Examples: oelm inspect bert-base --length 128; oelm inspect gpt-512 --variant progressive --json;
+    oelm inspect gpt-512 --time
     """
     from oelm.method.account import account
     from oelm.method.variant import named
 
     treatment = named(variant)
-    found = account(empty_model(name, classes), variant=treatment, length=length, batch=batch)
+    model = empty_model(name, classes, _fastest() if time else "meta")
+    found = account(model, variant=treatment, length=length, batch=batch, time=time)
     if json_:
         as_json({"name": name} | found.to_dict())
     else:
         typer.echo(f"{name}: {found}")
 
 
-def empty_model(name: str, classes: int | None = None) -> Any:
-    """The model of that name or configuration file, on the meta device."""
+def _fastest() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def empty_model(name: str, classes: int | None = None, device: str = "meta") -> Any:
+    """The model of that name or configuration file, on the meta device, or untrained on another."""
     import torch
 
     from oelm.models.shapes import PRESETS, Shape
 
-    with torch.device("meta"):
+    with torch.device(device):
         preset = PRESETS.get(name)
         if isinstance(preset, Shape):
             from oelm.models.gpt import GPT

@@ -1,8 +1,9 @@
 """What a model and a variant cost: parameters, bytes, FLOPs, and the most that freezing can save of them.
 
-Every number is computed on a copy of the model that has shapes but no values (the meta device); FLOPs are counted by
+Numbers are computed on a copy of the model that has shapes but no values (the meta device); FLOPs are counted by
 torch's own counter. Unconverted models are accepted with a variant, models on meta too; the model given is not touched.
-It refuses to promise time: it gives ceilings, and says when a claim above them is a fault of measurement.
+It refuses to promise time: it gives ceilings, that of time measured on request, and says when a claim above them is a
+fault of measurement.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 from oelm.errors import MethodError
 from oelm.method.apply import convert
 from oelm.method.flops import default_length, example_inputs, flops_of, is_causal, on_meta, quadratic_flops
 from oelm.method.record import Record, record_of
+from oelm.method.timing import Timing, timed
 from oelm.method.variant import Variant, as_variant, name_of
 
 
@@ -89,26 +89,30 @@ class Account:
     bytes: Bytes
     flops: Flops | None
     optimizer: Traffic
+    time: Timing | None  # where it was asked for
     notes: tuple[str, ...]
 
     @property
     def ceiling(self) -> float:
-        """The largest share of a step's cost that freezing can save, by FLOPs or by optimiser traffic."""
-        shares = [self.optimizer.saved_share]
-        if self.flops is not None:
-            shares += [self.flops.saved_share, self.flops.saved_share_causal or 0.0]
-        return max(shares)
+        """The largest share of a step's cost that freezing can save, by FLOPs, optimiser traffic or measured time."""
+        return max(share for share in self._ceilings.values() if share is not None)
+
+    @property
+    def _ceilings(self) -> dict[str, float | None]:
+        return {
+            "flops": self.flops.saved_share if self.flops else None,
+            "flops_causal_half": self.flops.saved_share_causal if self.flops else None,
+            "optimizer_traffic": self.optimizer.saved_share,
+            "time": self.time.saved_share if self.time else None,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         data = asdict(self)
         data["parameters"]["frozen_share"] = self.parameters.frozen_share
-        data["ceilings"] = {
-            "flops": self.flops.saved_share if self.flops else None,
-            "flops_causal_half": self.flops.saved_share_causal if self.flops else None,
-            "optimizer_traffic": self.optimizer.saved_share,
-            "largest": self.ceiling,
-        }
+        if self.time is not None:
+            data["time"]["saved_share"] = self.time.saved_share
+        data["ceilings"] = self._ceilings | {"largest": self.ceiling}
         data["notes"] = list(self.notes)
         return data
 
@@ -123,11 +127,13 @@ def account(
     length: int | None = None,
     batch: int = 1,
     inputs: Callable[[int, int], Mapping[str, Tensor]] | None = None,
+    time: bool = False,
 ) -> Account:
     """Count parameters, bytes and FLOPs of `model`, as it is or as `variant` would make it.
 
     `length` is the number of tokens of each of `batch` sequences. `inputs(batch, length)` makes the forward
-    arguments on the meta device for a model whose inputs cannot be guessed.
+    arguments on the meta device for a model whose inputs cannot be guessed. `time` also measures a training step of a
+    copy of the model, where the model is, and what freezing can save of it.
     """
     for name, value in (("length", length), ("batch", batch)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -153,6 +159,10 @@ def account(
     everything = _count(plain.parameters())
     notes: list[str] = []
     flops = _flops(plain, applied, length, batch, inputs, notes)
+    timing = None
+    if time:
+        make = inputs or (lambda b, n: example_inputs(applied, b, n))
+        timing = timed(model, variant, make, batch, length if length is not None else default_length(applied))
     traffic = _traffic(named.values())
     all_traffic = ADAMW_PASSES * STATE_BYTES * everything
     result = Account(
@@ -162,6 +172,7 @@ def account(
         bytes=_bytes(applied, drawn),
         flops=flops,
         optimizer=Traffic(traffic, all_traffic, 1 - traffic / all_traffic if all_traffic else 0.0),
+        time=timing,
         notes=(),
     )
     return Account(**{**_fields(result), "notes": (*notes, *_notes(result))})
@@ -175,45 +186,6 @@ def _drawn(record: Record) -> set[str]:
         for e in record.entries
         if e.frozen and not e.tied and (e.zeros or (fresh and e.kind == "weight" and e.role in record.variant.roles))
     }
-
-
-def step_ceiling(
-    model: nn.Module, step: Callable[[], object], *, tokens: int, dtype: torch.dtype | None = None
-) -> dict[str, float]:
-    """The share of a step's time that freezing can save, measured where the model is.
-
-    `step` runs one training step of the frozen model on `tokens` tokens; `dtype` is that of its products. Timed beside
-    it: the weight-gradient products of every frozen matrix, and AdamW on every frozen parameter, which the step leaves
-    out. A speed-up claimed far above `share` is a fault of measurement.
-    """
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    products: dict[tuple[int, int, torch.device], int] = {}
-    for parameter in frozen:
-        if parameter.ndim == 2:
-            key = (parameter.shape[0], parameter.shape[1], parameter.device)
-            products[key] = products.get(key, 0) + 1
-    gradients = 0.0
-    for (rows, columns, device), count in products.items():
-        options: dict[str, Any] = {"device": device, "dtype": dtype or frozen[0].dtype}
-        grad, x = torch.randn(tokens, rows, **options), torch.randn(tokens, columns, **options)
-        gradients += count * _seconds(lambda grad=grad, x=x: grad.t() @ x)  # type: ignore[misc]
-    twins = [torch.zeros_like(p, requires_grad=True) for p in frozen]
-    for twin in twins:
-        twin.grad = torch.zeros_like(twin)
-    optimizer = _seconds(torch.optim.AdamW(twins).step) if twins else 0.0
-    whole = _seconds(step)
-    saved = gradients + optimizer
-    return {
-        "step_seconds": whole,
-        "weight_gradient_seconds": gradients,
-        "optimizer_seconds": optimizer,
-        "share": saved / (whole + saved),
-    }
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """The median time of a call; torch's timer warms up and waits for the device."""
-    return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)
 
 
 def _fields(result: Account) -> dict[str, Any]:
@@ -301,13 +273,21 @@ def _flops(
 
 def _notes(result: Account) -> list[str]:
     notes = []
-    frozen = result.parameters.frozen or result.optimizer.saved_share > 0
-    if frozen:
+    if result.parameters.frozen or result.ceiling > 0:
+        limits = [] if result.flops is None else [f"{_percent(result.flops.saved_share)} of a step's FLOPs"]
+        if result.time is None:
+            limits.append(f"{_percent(result.optimizer.saved_share)} of AdamW's traffic")
+        else:
+            limits.append(f"{_percent(result.time.saved_share)} of the time measured here")
         notes.append(
-            f"freezing can save at most {_percent(result.ceiling)} of a step's cost, by FLOPs or by optimiser traffic; "
-            "a claimed speed-up far above that is a fault of measurement"
+            f"freezing can save at most {' and '.join(limits)}; a claimed speed-up far above "
+            f"{'both' if len(limits) == 2 else 'that'} is a fault of measurement"
         )
-        notes.append("time is not FLOPs: the ceiling of time is measured from the profile of the step (step_ceiling)")
+        if result.time is None:
+            notes.append(
+                "time is not FLOPs: its ceiling is measured from the profile of a step, with account(..., time=True) "
+                "or oelm inspect NAME --time"
+            )
     if result.parameters.thawing:
         notes.append("the savings hold until the thaw; the optimiser's state grows with every layer that thaws")
     return notes
@@ -350,6 +330,14 @@ def _table(result: Account) -> str:
         ]
         if f.saved_share_causal is not None:
             rows.append(("  causal attention half", _percent(f.saved_share_causal), "what a causal kernel computes"))
+    m = result.time
+    if m is not None:
+        where = f"batch {m.batch}" + (f", length {m.length}" if m.length else "")
+        parts = f"its products take {m.products_seconds:.2g} s, its AdamW {m.optimizer_seconds:.2g} s"
+        rows += [
+            (f"time ({where})", f"{m.step_seconds:.3g} s", f"a training step measured on {m.device} in {m.dtype}"),
+            ("  freezing saves at most", _percent(m.saved_share), parts),
+        ]
     wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
     lines = [f"{result.model}, variant {result.variant}"]
     lines += [f"{a:<{wide[0]}}  {v:>{wide[1]}}  {more}".rstrip() for a, v, more in rows]

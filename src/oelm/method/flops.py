@@ -39,16 +39,22 @@ def flops_of(model: nn.Module, arguments: Mapping[str, Tensor]) -> tuple[int, in
     model.eval()  # dropout has no products; without it nothing depends on a random state
     _plainest(model)
     with counter, torch.enable_grad():
-        output = model(**arguments)
-        head = getattr(model, "logits", None)
-        if getattr(model, "shape", None) is not None and callable(head):
-            output = head(output)  # ours gives features, its head is called apart
+        loss = some_loss(model, arguments)
         forward = counter.get_total_flops()
-        leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        if leaves:
-            torch.stack([t.float().sum() for t in leaves]).sum().backward()  # type: ignore[no-untyped-call]
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
     return forward, counter.get_total_flops()
+
+
+def some_loss(model: nn.Module, arguments: Mapping[str, Tensor]) -> Tensor | None:
+    """A number that every output has a share in; None where no output has a gradient."""
+    output = model(**arguments)
+    head = getattr(model, "logits", None)
+    if getattr(model, "shape", None) is not None and callable(head):
+        output = head(output)  # ours gives features, its head is called apart
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    return torch.stack([t.float().sum() for t in leaves]).sum() if leaves else None
 
 
 def _plainest(model: nn.Module) -> None:
@@ -60,6 +66,8 @@ def _plainest(model: nn.Module) -> None:
         config = getattr(module, "config", None)  # Hugging Face's; read at every call
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = "eager"  # type: ignore[union-attr]
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"  # type: ignore[union-attr]  # counts the experts in use
 
 
 def quadratic_flops(

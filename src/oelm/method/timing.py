@@ -1,0 +1,132 @@
+"""How much of a training step's time freezing can save, measured where the model is.
+
+Owns what is timed: the step as the variant makes it, the matrix products that it leaves out, and AdamW on what does not
+train. Sums of parts, since the difference of two whole steps drowns in noise. Refuses models without values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+
+from oelm.errors import MethodError
+from oelm.method.apply import convert
+from oelm.method.flops import some_loss
+from oelm.method.split import Slice
+from oelm.method.thaw import param_groups
+from oelm.method.variant import Variant, as_variant
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A training step (forward, backward, AdamW), and what would come on top if everything trained."""
+
+    device: str
+    dtype: str
+    length: int | None
+    batch: int
+    step_seconds: float
+    products_seconds: float  # matrix products that the step leaves out
+    optimizer_seconds: float  # AdamW on the parameters that it leaves out
+
+    @property
+    def saved_share(self) -> float:
+        """Of a step in which everything trains: the most that a speed-up can be."""
+        saved = self.products_seconds + self.optimizer_seconds
+        return saved / (self.step_seconds + saved)
+
+
+def timed(
+    model: nn.Module,
+    variant: Variant | str | Mapping[str, Any] | None,
+    make: Callable[[int, int], Mapping[str, Tensor]],
+    batch: int,
+    length: int,
+) -> Timing:
+    """Time a copy of the model, converted by `variant` if one is given, on made-up inputs."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise MethodError("account: time is measured on values, and this model is on the meta device; build it first")
+    live = copy.deepcopy(model).train()
+    if variant is not None:
+        convert(live, as_variant(variant))
+    first = next(live.parameters())
+    half = first.is_cuda and first.dtype == torch.float32  # what people train in there
+    dtype = torch.bfloat16 if half else first.dtype
+    arguments = {name: _real(value, first.device) for name, value in make(batch, length).items()}
+    optimizer = torch.optim.AdamW(param_groups(live, lr=1e-9))
+
+    def step() -> None:
+        with torch.autocast(first.device.type, dtype) if half else nullcontext():
+            loss = some_loss(live, arguments)
+        assert loss is not None
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # The generator that dropout draws from is the caller's: put back.
+    with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
+        tokens = next((value.shape[0] * value.shape[1] for value in arguments.values() if value.dim() == 2), None)
+        products, adamw = left_out(live, tokens if tokens is not None else batch * length, dtype)
+        seconds = _seconds(step)
+    return Timing(
+        device=torch.cuda.get_device_name(first.device) if first.is_cuda else _cpu(),
+        dtype=str(dtype).removeprefix("torch."),
+        length=length,
+        batch=batch,
+        step_seconds=seconds,
+        products_seconds=products,
+        optimizer_seconds=adamw,
+    )
+
+
+def left_out(model: nn.Module, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Seconds of the products, and of AdamW, that a step on so many tokens leaves out because of what is frozen.
+
+    A frozen matrix costs no weight gradient, one product for each module that holds it; a slice costs none of three.
+    """
+    products: Counter[tuple[int, int, torch.device]] = Counter()
+    for module in model.modules():
+        if isinstance(module, Slice):
+            products[module.out_features, module.in_features, module.like.device] += 3
+        elif not isinstance(module, nn.Embedding):
+            for parameter in module._parameters.values():
+                if parameter is not None and not parameter.requires_grad and parameter.ndim == 2:
+                    products[parameter.shape[0], parameter.shape[1], parameter.device] += 1
+    seconds = 0.0
+    for (rows, columns, device), count in products.items():
+        grad, x = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (rows, columns))
+        seconds += count * _seconds(lambda grad=grad, x=x: grad.t() @ x)  # type: ignore[misc]
+    twins = [torch.zeros_like(p, requires_grad=True) for p in model.parameters() if not p.requires_grad]
+    twins += [
+        torch.zeros(m.out_features, m.in_features, dtype=m.like.dtype, device=m.like.device, requires_grad=True)
+        for m in model.modules()
+        if isinstance(m, Slice)
+    ]
+    for twin in twins:
+        twin.grad = torch.zeros_like(twin)
+    return seconds, _seconds(torch.optim.AdamW(twins).step) if twins else 0.0
+
+
+def _real(value: Tensor, device: torch.device) -> Tensor:
+    """A made-up input with values: token 0, or noise for images and sound."""
+    if value.is_floating_point():
+        return torch.randn(value.shape, dtype=value.dtype, device=device)
+    return torch.zeros(value.shape, dtype=value.dtype, device=device)
+
+
+def _cpu() -> str:
+    threads = torch.get_num_threads()
+    return "one CPU thread" if threads == 1 else f"{threads} CPU threads"
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The median time of a call; torch's timer warms up and waits for the device."""
+    return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)
