@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import oelm
-from oelm.method.account import step_ceiling
+from oelm.method.timing import step_ceiling
 from oelm.method.variant import as_variant
 from oelm.models.build import build
 from oelm.models.hub import load_hub
