@@ -13,10 +13,16 @@ import pytest
 import torch
 from small_runs import small_run
 
+import oelm
+from oelm.data.recall import RecallSource
 from oelm.errors import ConfigError, MachineError
+from oelm.models.build import build
+from oelm.models.gpt import GPT
+from oelm.models.shapes import Shape
 from oelm.train.clock import Clock
 from oelm.train.folder import RunFolder, finite, run_toml
 from oelm.train.loop import train
+from oelm.train.prepare import flops_per_token
 from oelm.train.progress import Progress, duration, line, open_sinks
 from oelm.train.run import Run
 from oelm.values import parse_toml
@@ -64,6 +70,29 @@ def test_a_clock_goes_on_after_a_resume() -> None:
     other.load(clock.tensors(), 100.0)
     assert list(other.steps) == [1.0, 2.0]
     assert 100 < other.seconds < 105
+
+
+@pytest.mark.parametrize("variant", ["baseline", "oelm-freeze"])
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "positions": "rope"}, {"kv_heads": 2, "head": "tag"}])
+def test_flops_of_a_token_are_those_that_torch_counts(variant: str, changes: dict[str, Any]) -> None:
+    shape = Shape(width=64, layers=3, heads=4, hidden=128, vocab=1000, context=32, **changes)
+    model = build(shape, vocab=1000, labels=3, seed=0, context=32)
+    oelm.apply(model, variant, seed=0)
+    counted = oelm.account(model, length=32).flops
+    assert counted is not None
+    assert isinstance(model, GPT)
+    assert flops_per_token(model, 32) * 32 == counted.total
+
+
+def test_mfu_is_the_share_of_what_a_product_reaches_here(tmp_path: Path) -> None:
+    result = train(small_run(budget__steps=4), tmp_path, progress="none")
+    found = json.loads((tmp_path / "timing_stats.json").read_text())
+    model = build(small_run().model, vocab=RecallSource(small_run().data).vocab_size, seed=0, context=32)
+    oelm.apply(model, "oelm-freeze", seed=0)
+    assert isinstance(model, GPT)
+    flops = result["cost"]["tokens_per_s"] * flops_per_token(model, 32)
+    assert found["mfu"] == pytest.approx(flops / found["ceiling_flops_per_s"], rel=1e-6)
+    assert 0 < found["mfu"] < 1
 
 
 def test_the_line_leaves_out_what_is_not_known() -> None:

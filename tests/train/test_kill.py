@@ -14,8 +14,10 @@ import torch
 from processes import assert_same_end, ended, forked, lines, training, wait_for
 from small_runs import small_run
 
-from oelm.train.checkpoint import load_weights
+from oelm.errors import Preempted
+from oelm.train.checkpoint import Checkpoints, load_weights
 from oelm.train.loop import train
+from oelm.train.signals import starting
 
 
 THAWING = {"base": "oelm-freeze", "thaw": {"order": "top-down", "start": 5, "end": 15}}
@@ -109,6 +111,40 @@ def test_a_signal_saves_and_asks_for_a_requeue(tmp_path: Path, number: signal.Si
 
 def lines_so_far(folder: Path) -> list[str]:
     return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("which", ["latest", "best"])
+def test_killed_before_a_pointer_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """Validation finds its best at step 20 of 24: from then on nothing else moves that pointer."""
+    run = small_run(optimizer__lr=0.5, optimizer__warmup=20, optimizer__clip=0.0, eval_every=4)
+    train(run, tmp_path / "reference", progress="none")
+    assert (tmp_path / "reference" / "best").read_text() == "checkpoints/step-20\n"
+    honest = Checkpoints._point
+
+    def cut(self: Any, pointer: str, name: str) -> None:
+        if (pointer, name) == (which, "step-20"):
+            raise KeyboardInterrupt
+        honest(self, pointer, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_point", cut)
+        with pytest.raises(KeyboardInterrupt):
+            train(run, tmp_path / "cut", progress="none")
+    assert (tmp_path / "cut" / which).read_text() != "checkpoints/step-20\n"
+    train(run, tmp_path / "cut", progress="none")
+    assert_same_end(tmp_path / "cut", tmp_path / "reference")
+
+
+def test_a_signal_while_torch_is_loaded_asks_for_a_requeue() -> None:
+    def load(number: signal.Signals) -> None:
+        with starting("runs/a"):
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+
+    with pytest.raises(Preempted, match=r"runs/a: stopped by SIGTERM with nothing to save; run the same command again"):
+        load(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        load(signal.SIGINT)
 
 
 def test_ctrl_c_saves_and_a_second_one_leaves_at_once(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from oelm.train.checkpoint import load_weights
 from oelm.train.folder import RunFolder
 from oelm.train.loop import train
 from oelm.train.run import Run, run_id
+from oelm.train.state import State
 
 
 def trained(run: Run, folder: Path, **options: Any) -> dict[str, Any]:
@@ -272,7 +273,19 @@ def test_divergence_is_a_result_with_the_last_good_weights(
         weights, step = load_weights(tmp_path, "latest")
         assert step == at
         assert all(torch.isfinite(w).all() for w in weights.values())
+        assert [line["step"] for line in lines(tmp_path) if line["kind"] == "train"] == [10, 13]
     assert trained(run, tmp_path) == json.loads(json.dumps(result))  # and it stays so
+
+
+def test_a_step_that_float16_skipped_has_no_norm() -> None:
+    """Not infinity, which a checkpoint's JSON cannot hold."""
+    state = State(step=2)
+    state.took([3.0, 2.0], [math.inf, 0.5])
+    again = State.from_dict(json.loads(json.dumps(state.to_dict(), allow_nan=False)))
+    assert again == state
+    assert again.means() == (2.5, 0.5)
+    state.took([1.0], [math.inf])
+    assert State(step=1, pending=[[1.0, None]]).means() == (1.0, None)
 
 
 def test_masking_leaves_the_weights_of_the_last_good_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +316,18 @@ def test_a_loss_that_explodes_is_divergence(tmp_path: Path) -> None:
     assert result["status"] == "diverged"
     assert "exploded" in result["error"] or "not finite" in result["error"]
     assert result["cost"]["steps"] < 200
+
+
+def test_an_exploded_run_keeps_the_weights_from_before(tmp_path: Path) -> None:
+    """However often it saves, and however few checkpoints stay."""
+    rising = {"lr": 10.0, "clip": 0.0, "schedule": "linear", "warmup": 200}
+    result = trained(small_run(optimizer=rising, budget__steps=400, eval_every=0), tmp_path, checkpoint_every=2)
+    assert "exploded" in result["error"]
+    losses = {line["step"]: line["loss"] for line in lines(tmp_path) if line["kind"] == "train"}
+    assert max(losses) == result["cost"]["steps"]  # the curve goes to the end
+    _, step = load_weights(tmp_path, "latest")
+    assert 0 < step < result["cost"]["steps"] - 20
+    assert losses[step] < 3 * losses[2]
 
 
 # -- refusals

@@ -47,6 +47,7 @@ def _train(
     from oelm.cli.output import as_json as print_json
     from oelm.errors import DivergedError
     from oelm.train.run import Run, run_id
+    from oelm.train.signals import starting
     from oelm.values import load_toml
 
     table = load_toml(file)
@@ -55,19 +56,20 @@ def _train(
     run = Run.read(table, where=str(file))
     folder = out or Path("runs") / "train" / run_id(_row(file), run)
 
-    from oelm.train.loop import train
+    with starting(str(folder)):
+        from oelm.train.loop import train
 
-    result = train(
-        run,
-        folder,
-        device=device,
-        data_folder=data,
-        progress=progress,
-        checkpoint_every=checkpoint_every,
-        keep_last=keep_last,
-        compact=compact,
-        parallel=parallel,
-    )
+        result = train(
+            run,
+            folder,
+            device=device,
+            data_folder=data,
+            progress=progress,
+            checkpoint_every=checkpoint_every,
+            keep_last=keep_last,
+            compact=compact,
+            parallel=parallel,
+        )
     if as_json:
         print_json(result)
     else:

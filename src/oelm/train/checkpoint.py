@@ -136,12 +136,18 @@ def load_weights(folder: Path, which: str = "best") -> tuple[dict[str, Tensor], 
     """The model's tensors of a run folder's `best` or `latest` checkpoint, verified, and their step."""
     folder = Path(folder)
     try:
-        target = (folder / which).read_text(encoding="utf-8").strip()
+        target = (folder / which).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         raise CheckpointError(f"{folder}: has no {which!r} checkpoint; train the run first") from None
     if not re.fullmatch(r"checkpoints/" + _NAME.pattern, target):
         raise CheckpointError(f"{folder / which}: {target[:80]!r} is no checkpoint's name; run the training again")
-    loaded = read_checkpoint(folder / target)
+    try:
+        loaded = read_checkpoint(folder / target)
+    except Damaged as error:
+        other = "latest" if which == "best" else "best"
+        raise CheckpointError(
+            f"{error}; the {which} checkpoint is damaged: use the {other} one or train again"
+        ) from None
     return loaded.tensors["model"], loaded.step
 
 
@@ -295,6 +301,28 @@ class Checkpoints:
                 self._save, _Job(step, copies, dict(state), best, check, frozen or {}, copied)
             )
 
+    def step_back(self, step: int) -> bool:
+        """Make the newest checkpoint that is not after `step` the latest one; False when there is none."""
+        older = [path.name for path in self.known() if _step_of(path.name) <= step]
+        found = self.world.told(older[0] if older else "")
+        if found and self.world.first:
+            self._point("latest", found)
+        return bool(found)
+
+    def mend_pointers(self, found: Loaded, best: int | None) -> None:
+        """What is resumed from is the latest, and the best is of step `best`: a kill or damage may have left other names."""
+        self._point("latest", found.path.name)
+        if best is not None and best not in {_step_of(name) for name in self._pointed("best")}:
+            there = [found.path, *self.known()]
+            for path in there:
+                if _step_of(path.name) == best:
+                    self._point("best", path.name)
+                    return
+
+    def _point(self, which: str, name: str) -> None:
+        if self._pointed(which) != {name}:
+            write_atomically(self.folder / which, f"checkpoints/{name}\n")
+
     def poll(self) -> None:
         """Raise what a finished save raised; never waits."""
         if self._pending is not None and self._pending.done():
@@ -363,9 +391,9 @@ class Checkpoints:
         fsync_folder(temporary)
         final = self._rename(temporary, job.step)
         fsync_folder(self.root)
-        write_atomically(self.folder / "latest", f"checkpoints/{final.name}\n")
+        self._point("latest", final.name)
         if job.best:
-            write_atomically(self.folder / "best", f"checkpoints/{final.name}\n")
+            self._point("best", final.name)
         self.say(f"checkpoint step={job.step} saved")
 
     def _manifest(self, step: int, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -387,16 +415,16 @@ class Checkpoints:
         os.rename(temporary, final)
         return final
 
-    def _pointed(self) -> set[str]:
+    def _pointed(self, *pointers: str) -> set[str]:
         names = set()
-        for which in ("latest", "best"):
-            with contextlib.suppress(OSError):
+        for which in pointers:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
                 names.add((self.folder / which).read_text(encoding="utf-8").strip().removeprefix("checkpoints/"))
         return names
 
     def _prune(self) -> None:
         """Keep the newest few and the best; what goes is renamed first, so that no half of it is ever read."""
-        keep = self._pointed()
+        keep = self._pointed("latest", "best")
         for path in self.known()[self.keep_last :]:
             if path.name in keep:
                 continue
@@ -404,6 +432,12 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 os.rename(path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _step_of(name: str) -> int:
+    """The step in a checkpoint's name; -1 for what is no such name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def _put(path: Path, raw: bytes) -> dict[str, Any]:

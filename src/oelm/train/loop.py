@@ -161,7 +161,7 @@ class _Session:
         try:
             self._steps()
         except Diverged as why:
-            return self._diverged(str(why))
+            return self._diverged(why)
         return self._finish()
 
     # -- resume
@@ -173,6 +173,8 @@ class _Session:
         found = self.checkpoints.load()
         if found is not None:
             self._restore(found)
+            if self.world.first:
+                self.checkpoints.mend_pointers(found, (self.state.best or {}).get("step"))
             self.progress.say(f"resumed at step {self.state.step:,} of {self.total:,}")
         elif self.world.first and (warning := disk_room(self.home.path, self._checkpoint_bytes())):
             self.progress.say(f"warning: {warning}")
@@ -261,12 +263,17 @@ class _Session:
         state = self.state
         look = self.step.look()
         self.clock.settle()
-        state.took(look.losses, look.norms)
         if look.bad_at is not None:
+            lost = state.step - look.bad_at  # masked: the bad step and what came after it
             state.tokens -= self.clock.forget_after(look.bad_at)
-            state.examples -= (state.step - look.bad_at) * self.run.budget.batch
-            state.step = look.bad_at  # what came after it was masked
-            raise Diverged(f"step {look.bad_at + 1}: the loss or a gradient is not finite; the update was not made")
+            state.examples -= lost * self.run.budget.batch
+            state.step = look.bad_at
+            state.took(look.losses[:-lost], look.norms[:-lost])
+            raise Diverged(
+                f"step {look.bad_at + 1}: the loss or a gradient is not finite; the update was not made",
+                good=state.last_good,
+            )
+        state.took(look.losses, look.norms)
         if state.step % self.look_every == 0 or state.step == self.total:
             self._train_line()
         if look.losses:
@@ -343,7 +350,13 @@ class _Session:
 
     def _measure(self, split: str, limit: int | None = None) -> dict[str, Any]:
         """A split's metrics; a signal ends it at once, for it can be measured again."""
-        source = _Watched(self.source, lambda: self.home.beat(step=self.state.step, total=self.total, state=split))
+
+        def between(number: int) -> None:
+            self.home.beat(step=self.state.step, total=self.total, state=split)
+            if self.world.size > 1 and self.world.agree(self.signals.asked is not None, number):
+                raise StopAsked  # on all ranks at once
+
+        source = _Watched(self.source, between)
         watch = self.signals.interruptible() if self.world.size == 1 else contextlib.nullcontext()
         try:
             with watch, autocast(self.device, self.step.dtype):
@@ -360,7 +373,10 @@ class _Session:
 
     def _save_due(self) -> bool:
         every = self.options.checkpoint_every or self.run.eval_every or max(1, self.total // 10)
-        return self.state.step % every == 0 and self.state.step != self.saved_at
+        if self.state.step % every or self.state.step == self.saved_at:
+            return False
+        self._look()
+        return self.state.high_since is None  # weights that may be exploding must not push out the good ones
 
     def _save(self, *, best: bool = False, wait: bool = False) -> None:
         """A snapshot on the host; hashing and writing happen behind the loop's back."""
@@ -418,15 +434,19 @@ class _Session:
             put_weights(self.model, weights, self.home.path, skip=self._left_out())
         return self._measure("test")
 
-    def _diverged(self, why: str) -> dict[str, Any]:
+    def _diverged(self, why: Diverged) -> dict[str, Any]:
         """Divergence is a result: the last good weights are kept, the record says where it ended."""
-        self._log({"kind": "event", "event": "diverged", "why": why})
+        self._train_line()
+        self._log({"kind": "event", "event": "diverged", "why": str(why)})
         self.progress.say(f"diverged: {why}")
         self.checkpoints.wait()
-        if self.state.step and self.state.step != self.saved_at:
-            self._save(wait=True)
+        if why.good == self.state.step:  # masked
+            if self.state.step and self.state.step != self.saved_at:
+                self._save(wait=True)
+        elif not self.checkpoints.step_back(why.good) and self.state.step != self.saved_at:
+            self._save(wait=True)  # it went wrong before anything was saved
         self.known["frozen_digest"]["end"] = frozen_digest(self.model)
-        return self.leave("diverged", why)
+        return self.leave("diverged", str(why))
 
     def leave(self, status: str, error: str | None, *, test: dict[str, Any] | None = None) -> dict[str, Any]:
         """Write the record; whatever happened, every field is there."""
@@ -459,18 +479,19 @@ class _Session:
 
 
 class _Watched:
-    """A source whose evaluation batches keep the heartbeat going, and which keeps what a classifier got right of the test."""
+    """A source that says so before each of its evaluation batches, for the heartbeat and for signals to many ranks; and
+    that keeps what a classifier got right of the test."""
 
-    def __init__(self, source: Any, beat: Callable[[], None]) -> None:
-        self._source, self._beat = source, beat
+    def __init__(self, source: Any, between: Callable[[int], None]) -> None:
+        self._source, self._between = source, between
         self.right: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
     def eval_batches(self, *args: Any, **more: Any) -> Iterator[Any]:
-        for batch in self._source.eval_batches(*args, **more):
-            self._beat()
+        for number, batch in enumerate(self._source.eval_batches(*args, **more)):
+            self._between(number)
             yield batch
 
     def score(self, split: str, outputs: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from oelm.errors import ConfigError, MachineError, OelmError
 
 
 STYLES = ("ddp", "fsdp")
-AGREE_EVERY = 8  # steps between two questions whether any rank was asked to stop
+AGREE_EVERY = 8  # steps of a GPU between two questions whether any rank was asked to stop; each makes the host wait
 PATIENCE = dt.timedelta(minutes=30)  # of a collective: one rank may be saving or compiling
 
 
@@ -116,15 +116,20 @@ class World:
         """Whether any rank was asked to stop: all ranks stop at one step."""
         if self.size == 1:
             return asked
-        return step % AGREE_EVERY == 0 and self.sum(int(asked)) > 0
+        due = self.device.type == "cpu" or step % AGREE_EVERY == 0
+        return due and self.sum(int(asked)) > 0
 
-    def sum(self, value: int) -> int:
-        """A whole number, summed over the ranks."""
+    def total(self, value: int) -> int | Tensor:
+        """A whole number, summed over the ranks; on a GPU the host does not wait for it."""
         if self.size == 1:
             return value
-        tensor = torch.tensor(value, device=self.device)
+        tensor = torch.full((), value, device=self.device)
         dist.all_reduce(tensor)
-        return int(tensor)
+        return tensor
+
+    def sum(self, value: int) -> int:
+        """The same, waited for."""
+        return int(self.total(value))
 
     def mean(self, tensor: Tensor) -> Tensor:
         """A tensor's mean over the ranks."""

@@ -16,6 +16,7 @@ from torch import nn
 
 import oelm
 from oelm.method.thaw import Schedule
+from oelm.models.gpt import GPT
 from oelm.train import optim
 from oelm.train.clock import measured_ceiling
 from oelm.train.frozen import frozen_digest
@@ -113,11 +114,30 @@ def prepare(run: Run, world: World, data_folder: Path | None) -> Prepared:
 
 
 def _ceiling(run: Run, model: nn.Module, world: World, precision: str) -> tuple[float | None, float | None]:
-    """What MFU is measured against: only on a GPU, and only where the FLOPs can be counted."""
-    if world.device.type != "cuda" or not world.first:
+    """What MFU is measured against: FLOPs of a token, where they can be counted, and FLOP/s this device reaches."""
+    if not world.first:
         return None, None
+    if world.device.type == "cpu":  # torch's own counter would load the compiler: seconds before the first step
+        counted = flops_per_token(model, run.data.context) if isinstance(model, GPT) else None
+        return counted, measured_ceiling(world.device, None)
     flops = oelm.account(model, length=run.data.context).flops
     ceiling = measured_ceiling(world.device, Step.dtypes.get(precision))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(world.device)
     return (flops.total / run.data.context if flops is not None else None), ceiling
+
+
+def flops_per_token(model: GPT, length: int) -> float:
+    """Those of training our own model on one token of a text of `length`, by the convention of `oelm.account`.
+
+    A product costs two FLOPs a weight forward, two for its input's gradient, two for its own if it trains.
+    """
+    shape = model.shape
+    lookups = [model.position.weight] if model.position is not None else []
+    if shape.head != "lm" or not shape.tied:
+        lookups.append(model.embed.weight)
+    once = [model.head.weight] if model.head is not None and shape.head == "classify" else []  # a text, not a token
+    left_out = {id(p) for p in (*lookups, *once)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in left_out]
+    products = sum(p.numel() * (6 if p.requires_grad else 4) for p in matrices)
+    return float(products + 12 * shape.layers * length * shape.width)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from oelm.errors import Preempted
+
 
 ASKING = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT") if hasattr(signal, name)
@@ -65,3 +67,22 @@ class Signals:
             yield
         finally:
             self._interruptible = False
+
+
+@contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Inside, there is nothing to save yet: a signal ends the block at once with the code that asks for a requeue.
+
+    For the seconds in which torch is imported; training puts handlers of its own above these.
+    """
+    with Signals() as signals:
+        try:
+            with signals.interruptible():
+                yield
+        except StopAsked:
+            asked = signals.asked or signal.SIGTERM
+            if asked == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise Preempted(
+                f"{what}: stopped by {asked.name} with nothing to save; run the same command again"
+            ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,7 +15,11 @@ EXPLODED_STEPS = 20  # ... in each of so many steps in a row: diverged, though e
 
 
 class Diverged(Exception):
-    """Training left the road: where and how."""
+    """Training left the road: where and how. good: the last step whose weights were still on it."""
+
+    def __init__(self, why: str, *, good: int) -> None:
+        super().__init__(why)
+        self.good = good
 
 
 @dataclass
@@ -28,8 +32,8 @@ class State:
     lines: int = 0  # of metrics.jsonl
     seconds: float = 0.0
     evaluated_at: int = 0
-    pending: list[list[float]] = field(default_factory=list)  # [loss, norm] of the steps since the last train line
-    recent: list[float] = field(default_factory=list)  # the last losses, for the rule above
+    pending: list[list[float | None]] = field(default_factory=list)  # [loss, norm] of the steps since the last line
+    high_since: int | None = None  # the first of the latest steps in a row with a loss above the rule's
     first_loss: float | None = None
     curve: list[list[float | None]] = field(default_factory=list)  # [tokens, validation loss]
     validation: dict[str, Any] | None = None
@@ -52,27 +56,41 @@ class State:
         return cls(**data)
 
     def took(self, losses: list[float], norms: list[float]) -> None:
-        """Note the losses and gradient norms of steps that happened."""
-        self.pending += [[loss, norm] for loss, norm in zip(losses, norms, strict=True)]
+        """Note the losses and gradient norms of the latest steps; a float16 step that was skipped has no norm."""
+        self.pending += [[_known(loss), _known(norm)] for loss, norm in zip(losses, norms, strict=True)]
         if self.first_loss is None and losses:
             self.first_loss = losses[0]
-        self.recent = (self.recent + losses)[-EXPLODED_STEPS:]
+        for number, loss in enumerate(losses, self.step - len(losses) + 1):
+            if loss <= self._limit:
+                self.high_since = None
+            elif self.high_since is None:
+                self.high_since = number
+
+    @property
+    def _limit(self) -> float:
+        return EXPLODED * max(1.0, self.first_loss or 1.0)
 
     def check_explosion(self) -> None:
         """Raise Diverged when the loss has stayed far above where it began."""
-        limit = EXPLODED * max(1.0, self.first_loss or 1.0)
-        if len(self.recent) == EXPLODED_STEPS and min(self.recent) > limit:
+        since = self.high_since
+        if since is not None and self.step - since + 1 >= EXPLODED_STEPS:
             raise Diverged(
-                f"step {self.step}: the loss exploded: above {limit:.3g} for {EXPLODED_STEPS} steps, {self.first_loss:.3g} at first"
+                f"step {self.step}: the loss exploded: above {self._limit:.3g} from step {since} on, {self.first_loss:.3g} at first",
+                good=self.last_good,
             )
 
-    def means(self) -> tuple[float, float] | None:
+    @property
+    def last_good(self) -> int:
+        """The last step after which the loss was not yet above the rule's: a step's loss is that of the weights before it."""
+        return self.step if self.high_since is None else max(0, self.high_since - 2)
+
+    def means(self) -> tuple[float | None, float | None] | None:
         """The mean loss and norm since the last line, which begins anew; None when no step was made."""
         if not self.pending:
             return None
         losses, norms = zip(*self.pending, strict=True)
         self.pending = []
-        return math.fsum(losses) / len(losses), math.fsum(norms) / len(norms)
+        return _mean(losses), _mean(norms)
 
     def judge(self, metrics: dict[str, Any], patience: int) -> bool:
         """Take an evaluation in; whether it is the best so far. Sets stopped_early when patience is at its end."""
@@ -89,3 +107,13 @@ class State:
         if patience and self.worse >= patience:
             self.stopped_early = True
         return False
+
+
+def _known(value: float) -> float | None:
+    """A number that JSON, and so a checkpoint, can hold."""
+    return value if math.isfinite(value) else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None

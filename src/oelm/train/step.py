@@ -188,8 +188,9 @@ class Step:
     def _gradients(self, pieces: list[dict[str, np.ndarray[Any, Any]]]) -> Tensor:
         """Gradients of the mean loss over all pieces and processes; returns that loss, detached."""
         self.optimizers.zero_grad()
-        count = self.world.sum(sum(targets_in(piece) for piece in pieces))
-        if not count:
+        count = self.world.total(sum(targets_in(piece) for piece in pieces))
+        host_knows = isinstance(count, int) or count.device.type == "cpu"
+        if host_knows and not count:  # of many GPUs no host waits for the number: the loss is NaN then
             raise DataError("a training batch has no target: every label is ignored; check the labels and the context")
         share = self.world.size / count  # the processes' gradients are averaged
         total = torch.zeros((), device=self.device)
