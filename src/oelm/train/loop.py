@@ -32,6 +32,7 @@ from oelm.train.run import Run, run_id
 from oelm.train.signals import Signals, StopAsked
 from oelm.train.state import Diverged, State
 from oelm.train.step import Batch, autocast, examples_in, tokens_in
+from oelm.train.watched import Watched
 
 
 LOOKS = 200  # train lines of a short run; a long one has one every ...
@@ -356,7 +357,7 @@ class _Session:
             if self.world.size > 1 and self.world.agree(self.signals.asked is not None, number):
                 raise StopAsked  # on all ranks at once
 
-        source = _Watched(self.source, between)
+        source = Watched(self.source, between)
         watch = self.signals.interruptible() if self.world.size == 1 else contextlib.nullcontext()
         try:
             with watch, autocast(self.device, self.step.dtype):
@@ -476,27 +477,3 @@ class _Session:
         """The record of a run that did not end by itself; a full disk must not hide why."""
         with contextlib.suppress(OelmError):
             self.leave(status, error)
-
-
-class _Watched:
-    """A source that says so before each of its evaluation batches, for the heartbeat and for signals to many ranks; and
-    that keeps what a classifier got right of the test."""
-
-    def __init__(self, source: Any, between: Callable[[int], None]) -> None:
-        self._source, self._between = source, between
-        self.right: dict[int, int] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def eval_batches(self, *args: Any, **more: Any) -> Iterator[Any]:
-        for number, batch in enumerate(self._source.eval_batches(*args, **more)):
-            self._between(number)
-            yield batch
-
-    def score(self, split: str, outputs: Any) -> dict[str, Any]:
-        if split != "test" or self._source.kind != "classify":
-            return dict(self._source.score(split, outputs))
-        found: dict[str, Any] = self._source.score(split, outputs, per_example=True)
-        self.right = found["per_example"]
-        return found
