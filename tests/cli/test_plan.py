@@ -33,6 +33,12 @@ def test_json_is_for_machines(tmp_path: Path) -> None:
     assert len({row["id"] for row in plan["rows"]}) == plan["wanted"]
 
 
+def test_names_are_never_cut(tmp_path: Path) -> None:
+    done = oelm("plan", "fair-bert", "--runs", tmp_path)
+    assert " orthogonalize-frozen " in done.stdout
+    assert "…" not in done.stdout
+
+
 def test_the_list_of_studies(tmp_path: Path) -> None:
     listed = oelm("plan", "list")
     assert listed.returncode == 0

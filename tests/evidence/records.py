@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from oelm.study.rows import Planned, Study, chosen_rates, expand, read_study
+from oelm.study.rates import chosen_rates
+from oelm.study.rows import Planned, Study, expand, read_study
 from oelm.train import examples
 
 

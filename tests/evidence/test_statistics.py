@@ -15,7 +15,8 @@ from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
 from oelm.evidence import paired, results, statistics
-from oelm.study.rows import chosen_rates, expand, read_study
+from oelm.study.rates import chosen_rates
+from oelm.study.rows import expand, read_study
 from oelm.train.examples import pack
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ def train(run: Run, folder: Path, *, study: str, row: str, device: str, **_: Any
             place.beat(step=step)
             place.log({"step": step, "tokens": step, "kind": "train", "loss": 5 / step, "tokens_per_s": 10.0})
             (folder / "latest").write_text(str(step))
+            _checkpoint(folder, step)
             if asked:
                 raise errors.Preempted(f"{folder}: saved at step {step}; run again")
             _maybe(fault, folder, step)
@@ -38,6 +40,14 @@ def train(run: Run, folder: Path, *, study: str, row: str, device: str, **_: Any
         place.write("result.json", _result(run, row, study, "diverged" if fault == "diverge" else "done", loss))
         if fault == "diverge":
             raise errors.DivergedError(f"{folder}: the loss is not finite")
+
+
+def _checkpoint(folder: Path, step: int) -> None:
+    """The last two, of which the first is the best."""
+    place = folder / "checkpoints" / f"step-{step}"
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "checkpoints" / f"step-{step - 2}", ignore_errors=True)
+    (folder / "best").write_text(f"checkpoints/step-{step - 1}\n")
 
 
 def _maybe(fault: str, folder: Path, step: int) -> None:

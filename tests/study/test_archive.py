@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from oelm.study.folder import find_run, look, run_folders
 def runs(tmp_path: Path, fake: str) -> Path:
     run_study(study(axes={"seed": [1, 2]}), tmp_path, fake)
     for folder in run_folders(tmp_path / "small"):
+        shutil.rmtree(folder / "checkpoints")
         for step in ("step-3", "step-5"):
             (folder / "checkpoints" / step).mkdir(parents=True)
             (folder / "checkpoints" / step / "model.safetensors").write_bytes(b"x" * 1000)
@@ -61,6 +63,15 @@ def test_archive_keeps_the_records_and_says_what_was_dropped(runs: Path, tmp_pat
     assert json.loads((folders[0] / "dropped.json").read_text())[0]["bytes"] == 1000
     assert look(folders[0]).state == "done"
     assert archive.describe(folders[0])["dropped"]
+
+
+def test_the_checkpoints_of_a_failed_run_stay(runs: Path, tmp_path: Path) -> None:
+    folder = run_folders(runs / "small")[0]
+    record = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(record | {"status": "failed"}))
+    done = archive.archive([folder], tmp_path / "a.tar.gz", drop=True)
+    assert (done.runs, done.dropped) == (1, [])
+    assert (folder / "checkpoints" / "step-5").is_dir()
 
 
 def test_an_archive_is_never_overwritten_nor_empty(runs: Path, tmp_path: Path) -> None:

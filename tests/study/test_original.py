@@ -59,6 +59,7 @@ def test_what_all_rows_share(row: str) -> None:
     assert (optimizer.name, optimizer.beta1, optimizer.beta2) == ("adamw", 0.9, 0.999)
     assert (optimizer.weight_decay, optimizer.decay, optimizer.clip) == (0.01, "all", 1.0)
     assert ROWS[row].run.budget.accumulate == 1
+    assert not ROWS[row].run.data.bucketing
 
 
 def of_kind(start: str) -> list[Planned]:

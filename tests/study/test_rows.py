@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from small_studies import BASE, TUNED, small, study
 
 from oelm.errors import ConfigError
+from oelm.study.rates import chosen_rates, rates_that_failed, waiting_cells
 from oelm.study.rows import (
     LIMIT,
     cells,
-    chosen_rates,
     expand,
     load_study,
     parse_overrides,
-    rates_that_failed,
     read_study,
     studies_here,
     with_overrides,
@@ -191,6 +190,28 @@ def test_overrides_of_a_command_change_every_run_and_its_id() -> None:
     assert not {p.id for p in changed} & {p.id for p in expand(one)}
 
 
+def test_patterns_choose_rows_and_comparisons_have_names_before_their_rates() -> None:
+    one = study(**(TUNED | {"axes": {"budget.steps": [5, 50]}}))
+    chosen = expand(one, names=("baseline-steps5-*",))
+    assert {p.row for p in chosen} == {
+        f"baseline-steps5-tune-lr{r}-s{s}" for r in ("0.001", "0.003", "0.01") for s in (1, 2)
+    }
+    assert expand(one, names=("baseline-steps5-s11",)) == []  # known, but not before its rate is
+    assert [p.row for p in expand(one, {"baseline-steps5": 3e-3}, names=("*-s11",))] == ["baseline-steps5-s11"]
+    with pytest.raises(ConfigError, match="no row, arm, cell"):
+        expand(one, names=("baseline-steps7*",))
+
+
+def test_cells_wait_for_the_rate_of_the_cell_that_tunes_for_them() -> None:
+    tuning = {"rates": [1e-3, 3e-3], "seeds": [1], "at": {"budget.steps": 5}}
+    one = study(**(TUNED | {"tuning": tuning, "axes": {"budget.steps": [5, 50]}}))
+    assert waiting_cells(one, {}, ("baseline",)) == {
+        "baseline-steps5": "baseline-steps5",
+        "baseline-steps50": "baseline-steps5",
+    }
+    assert waiting_cells(one, {"baseline-steps50": 1e-3}, ("baseline-steps50-s1?",)) == {}
+
+
 # ---- mistakes
 
 
@@ -223,6 +244,15 @@ def test_a_million_runs_are_refused_with_their_count() -> None:
         ({"arms": [], "axes": {}}, "nothing would run"),
         ({"base": BASE | {"budget": {"batch": 2}}}, "exactly one of steps, epochs and tokens"),
         ({"axes": {"seed": [1]}, "comparison": {"seeds": [2]}}, "keep comparison.seeds"),
+        (
+            {
+                "axes": {"budget.steps": [5, 10]},
+                "where": [{"when": {"arm": "baseline", "budget.steps": 5}, "skip": True}],
+                "tuning": {"rates": [1e-3], "seeds": [1], "at": {"budget.steps": 5}},
+                "comparison": {"seeds": [2]},
+            },
+            "baseline-steps10 takes the rate of baseline-steps5, which [[where]] skips",
+        ),
     ],
 )
 def test_mistakes_are_said_in_one_line(changes: dict[str, Any], said: str) -> None:

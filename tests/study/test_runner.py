@@ -123,6 +123,23 @@ def test_a_foreign_folder_is_said_and_left_alone(tmp_path: Path, fake: str) -> N
     assert (folder / "result.json").read_text() == '{"schema": 99}'
 
 
+def test_comparisons_without_their_tuning_are_said_to_wait(tmp_path: Path, fake: str) -> None:
+    outcome, _ = run_study(study(**TUNED), tmp_path, fake, rows=("baseline-s1?",))
+    assert outcome.finished == []
+    assert outcome.blocked == ["baseline: waits for its rate; run its tuning too (--rows 'baseline-tune-*')"]
+    assert not outcome.complete
+
+
+def test_what_is_kept_of_a_finished_run_is_chosen(tmp_path: Path, fake: str) -> None:
+    for keep, there in (("all", ["step-4", "step-5"]), ("best", ["step-4"]), ("none", [])):
+        run_study(study(arms=["baseline"]), tmp_path / keep, fake, keep=keep)
+        (folder,) = run_folders(tmp_path / keep / "small")
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == there
+        dropped = json.loads((folder / "dropped.json").read_text()) if keep != "all" else []
+        assert len(dropped) == 2 - len(there)
+        assert look(folder).state == "done"
+
+
 # ---- claims
 
 
@@ -235,6 +252,19 @@ def test_two_runners_on_one_folder_never_run_a_row_twice(
     counts = starts(tmp_path / "small")
     assert len(counts) == 12
     assert set(counts.values()) == {1}
+
+
+def test_a_row_that_one_runner_failed_is_not_tried_by_the_other(
+    tmp_path: Path, fake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SECONDS", "0.02")
+    monkeypatch.setenv("FAKE_FAULTS", json.dumps({"baseline-seed0": "data", "oelm-freeze-seed5": "bug"}))
+    both = [start_runner(tmp_path) for _ in range(2)]
+    assert [one.wait(timeout=60) for one in both] == [8, 8]
+    assert set(starts(tmp_path / "small").values()) == {1}
+    assert start_runner(tmp_path).wait(timeout=60) == 8  # a later command does try again
+    counts = starts(tmp_path / "small")
+    assert {row for row, count in counts.items() if count == 2} == {"baseline-seed0", "oelm-freeze-seed5"}
 
 
 def test_asked_to_stop_it_lets_the_runs_save_and_goes_on_later(

@@ -132,6 +132,8 @@ def test_a_thousand_looks_while_a_trainer_writes(tmp_path: Path) -> None:
     while not (place / "metrics.jsonl").exists() or not (place / "metrics.jsonl").stat().st_size:
         assert writer.is_alive()
     watcher = Watcher(tmp_path)
+    while not watcher.snapshot()["runs"]:  # the writer has begun
+        time.sleep(0.01)
     try:
         seen = [row for _ in range(300) for row in watcher.snapshot(curves=True)["runs"]]
     finally:

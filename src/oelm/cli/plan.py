@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
 def plan(
     study: str = typer.Argument(help="A study's TOML file, or the name of one (see `oelm plan list`)."),
     runs: RunsFolder = Path("runs"),
-    rows: str = typer.Option("", "--rows", help="Only these rows, arms or cells, with commas between."),
+    rows: str = typer.Option(
+        "", "--rows", help="Only these rows, arms or cells, with commas between; * and ? fit any text."
+    ),
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change a setting of every run: key=value.")] = None,
     devices: str = typer.Option("auto", "--devices", help="Whose speed to reckon with: cpu, all or GPU numbers."),
     data: Annotated[Path | None, typer.Option("--data", help="A folder that holds data sets.")] = None,
@@ -81,9 +83,13 @@ def show(made: Plan, devices: int = 1, *, stderr: bool = False) -> None:
     from oelm.study.plan import STATES
 
     console = Console(stderr=stderr, highlight=False)
-    console.print(Text(f"{made.study.name}: {made.study.question}", style="bold"))
+    if not console.is_terminal:
+        console = Console(stderr=stderr, highlight=False, width=200)  # a file has no width that names must fit
+    console.print(Text(f"{made.study.name}: {made.study.question}", style="bold"), soft_wrap=True)
     present = [state for state in STATES if made.states[state]]
-    table = Table("arm", "runs", *present, "parameters", "frozen", box=None)
+    table = Table(box=None)
+    for name in ("arm", "runs", *present, "parameters", "frozen"):
+        table.add_column(name, no_wrap=name != "arm", overflow="fold")
     for arm in made.arms.values():
         cells = [Text(str(arm.states[state] or "")) for state in present]
         table.add_row(Text(arm.name), str(arm.wanted), *cells, _sizes(arm.sizes), _frozen(arm.sizes))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+
+
+if TYPE_CHECKING:
+    from oelm.study.child import Keep
 
 
 RunsFolder = Annotated[Path, typer.Option("--runs", help="The folder of all run folders.")]
@@ -18,7 +22,9 @@ def register(app: typer.Typer) -> None:
 
 def run(
     study: str = typer.Argument(help="A study's TOML file or name."),
-    rows: str = typer.Option("", "--rows", help="Only these rows, arms or cells, with commas between."),
+    rows: str = typer.Option(
+        "", "--rows", help="Only these rows, arms or cells, with commas between; * and ? fit any text."
+    ),
     devices: str = typer.Option(
         "auto", "--devices", help="cpu, all, or GPU numbers as in 0,1; auto: every GPU there is."
     ),
@@ -29,6 +35,9 @@ def run(
     ] = None,
     runs: RunsFolder = Path("runs"),
     data: Annotated[Path | None, typer.Option("--data", help="A folder that holds data sets.")] = None,
+    keep: str = typer.Option(
+        "all", "--keep", help="Checkpoints of finished runs: all, best or none (what goes is listed)."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the plan (with --slurm: the script) and stop."),
     slurm: bool = typer.Option(False, "--slurm", help="Submit to Slurm as a job array instead of running here."),
     partition: str = typer.Option("", "--partition", help="Slurm: the partition."),
@@ -41,16 +50,20 @@ def run(
 ) -> None:
     """Run a study: the plan first, then every run that is not finished, longest first. The same command continues.
 
-    [bold]Examples[/]: oelm run demo --devices cpu · oelm run original --rows GPT-06,GPT-07 --devices 2,3
+    [bold]Examples[/]: oelm run demo --devices cpu · oelm run original --rows GPT-06,GPT-07 --devices 2,3 ·
+    oelm run fair-lm --rows 'baseline-steps20000*' --per-device 4 --keep best
     """
     from oelm.cli import plan as plan_verb
     from oelm.cli.output import note
-    from oelm.errors import ConfigError, StudyIncomplete
+    from oelm.errors import ConfigError, StudyIncomplete, nearest
+    from oelm.study.cost import KEPT
     from oelm.study.devices import parse_devices
     from oelm.study.plan import make_plan
     from oelm.study.rows import load_study, parse_overrides
     from oelm.study.runner import Options, Runner
 
+    if keep not in KEPT:
+        raise ConfigError(f"--keep: {keep!r} is not one of {', '.join(KEPT)}; {nearest(keep, KEPT)}")
     loaded = load_study(study)
     chosen = ["slurm"] if slurm else parse_devices(devices)
     if nproc > 1:
@@ -62,6 +75,7 @@ def run(
         data_folder=data.absolute() if data else None,
         rows=plan_verb.names(rows),
         overrides=parse_overrides(set_ or ()),
+        keep=cast("Keep", keep),
     )
     plan_verb.show(make_plan(loaded, runs, options), len(chosen), stderr=not dry_run)
     if slurm:

@@ -86,6 +86,26 @@ def load_tokens(name: str, folder: Path | str | None = None) -> Tokens:
     raise DataError(f"tokenizer {name[:80]!r} is unknown; {nearest(name, NAMES)}; or name a tokenizer.json")
 
 
+def expected(name: str, folder: Path | str | None = None) -> str:
+    """What has to be done before `load_tokens` can work without a network; empty when nothing has to."""
+    if name in ("bytes", "demo-bpe"):
+        return ""
+    if name not in _FOLDER:
+        path = Path(name[:4000]).expanduser()
+        found = (path / "tokenizer.json" if path.is_dir() else path).is_file()
+        return "" if found else "no such file; save the model's tokenizer there"
+    where = f"tokenizers/{_FOLDER[name]}/tokenizer.json"
+    if any((root / where).is_file() for _, root in sources.data_folders(folder)):
+        return ""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return f"put {where} into a data folder (--data or OELM_DATA)"
+    if any(isinstance(try_to_load_from_cache(one, "tokenizer.json"), str) for one in _HUB[name]):
+        return ""
+    return f"would come from the Hugging Face hub ({_HUB[name][0]}); or put {where} into a data folder (--data or OELM_DATA)"
+
+
 def from_text(name: str, text: str, where: str) -> Tokens:
     """A tokenizer from the text of its file."""
     from tokenizers import Tokenizer

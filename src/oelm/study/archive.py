@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from oelm.errors import BusyError, CheckpointError, ConfigError
-from oelm.study.folder import Look, folder_bytes, look, read_record, run_folders
+from oelm.study.folder import FINISHED, Look, folder_bytes, look, read_record, run_folders
 from oelm.train.folder import machine_error, strict_json, write_atomically
 from oelm.train.run import Run
 from oelm.values import load_toml
@@ -148,7 +148,8 @@ def archive(folders: list[Path], file: Path, *, drop: bool = False, keep_best: b
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise machine_error(error, file, "writing the archive") from None
-    dropped = [one for folder in finished for one in _drop(folder, keep_best)] if drop else []
+    over = [folder for folder in finished if look(folder).state in FINISHED]  # a failed run may still be continued
+    dropped = [one for folder in over for one in drop_checkpoints(folder, keep_best=keep_best)] if drop else []
     return Archived(file, len(finished), kept, dropped)
 
 
@@ -156,8 +157,8 @@ def _kept(folder: Path) -> Iterator[Path]:
     return (folder / name for name in KEPT if (folder / name).is_file())
 
 
-def _drop(folder: Path, keep_best: bool) -> Iterator[tuple[str, int]]:
-    """Delete a run's checkpoints, and leave a list of what they were."""
+def drop_checkpoints(folder: Path, *, keep_best: bool) -> list[tuple[str, int]]:
+    """Delete a run's checkpoints, and leave a list of what they were in dropped.json."""
     _refuse_active(folder)
     place = folder / "checkpoints"
     best = (folder / "best").read_text().strip() if keep_best and (folder / "best").is_file() else ""
@@ -168,16 +169,23 @@ def _drop(folder: Path, keep_best: bool) -> Iterator[tuple[str, int]]:
         gone.append((f"{folder.name}/checkpoints/{path.name}", folder_bytes(path) if path.is_dir() else 0))
         shutil.rmtree(path, ignore_errors=True)
     if gone:
-        names = [{"path": name, "bytes": size} for name, size in gone]
+        names = [*_dropped(folder), *({"path": name, "bytes": size} for name, size in gone)]
         write_atomically(folder / "dropped.json", strict_json(names, indent=1) + "\n")
-    yield from gone
+    return gone
+
+
+def _dropped(folder: Path) -> list[dict[str, Any]]:
+    try:
+        said = json.loads((folder / "dropped.json").read_bytes())
+    except (OSError, ValueError):
+        return []
+    return said if isinstance(said, list) else []
 
 
 def describe(folder: Path) -> dict[str, Any]:
     """One run for a person or a machine: state, settings, numbers."""
     seen = look(folder)
     record = seen.record or {}
-    dropped = folder / "dropped.json"
     return {
         "run": f"{folder.parent.name}/{folder.name}",
         "folder": str(folder),
@@ -190,5 +198,5 @@ def describe(folder: Path) -> dict[str, Any]:
         "cost": record.get("cost"),
         "environment": record.get("environment"),
         "bytes": folder_bytes(folder),
-        "dropped": json.loads(dropped.read_bytes()) if dropped.is_file() else [],
+        "dropped": _dropped(folder),
     }

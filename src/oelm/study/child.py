@@ -14,13 +14,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from oelm.study import claim, devices
 from oelm.study.rows import Planned
 from oelm.study.worker import TRAINER
 
 
+Keep = Literal["all", "best", "none"]  # which checkpoints of a finished run
 STOP_SECONDS = 30.0  # that workers get to save when the runner is asked to stop
 
 
@@ -35,6 +36,7 @@ class Options:
     rows: tuple[str, ...] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     trainer: str = TRAINER
+    keep: Keep = "all"
 
 
 def task_of(one: Planned, study: str, folder: Path, device: str, options: Options) -> dict[str, Any]:
@@ -48,6 +50,7 @@ def task_of(one: Planned, study: str, folder: Path, device: str, options: Option
         "device": device,
         "data_folder": str(options.data_folder) if options.data_folder else None,
         "nproc": options.nproc,
+        "keep": options.keep,
     }
 
 

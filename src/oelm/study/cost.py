@@ -70,7 +70,7 @@ def parameters(run: Run, record: Mapping[str, Any] | None = None) -> Parameters 
 
 def _vocab(run: Run) -> int:
     assert isinstance(run.model, Shape)
-    named = {"gpt2": 50257, "bert": 30522, "demo-bpe": 1024}
+    named = {"gpt2": 50257, "bert": 30522, "demo-bpe": 1536, "bytes": 257}
     return named.get(run.data.tokenizer, run.model.vocab)
 
 
@@ -166,7 +166,10 @@ class Estimator:
         return self._guess(run) * (statistics.median(alike) if alike else self._all)
 
 
-def disk_bytes(run: Run, checkpoints: int = 2) -> int:
+KEPT = {"all": 2, "best": 1, "none": 0}  # checkpoints of a finished run
+
+
+def disk_bytes(run: Run, checkpoints: int = KEPT["all"]) -> int:
     """Checkpoints (12 bytes a trained parameter, 4 a frozen one) and about a megabyte of logs."""
     size = parameters(run)
     if size is None:

@@ -1,7 +1,7 @@
 """What a study wants, what of it there is, what the rest will cost, and what will not work. No torch here.
 
 Costs are estimates until runs were measured, and say which. Warnings name seeds that cannot reach significance after
-the family's Holm correction, data that is missing, rows whose settings were edited after they had results.
+the family's Holm correction, data and models that are missing, rows whose settings were edited after they had results.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oelm.data.spec import DataSpec
-from oelm.errors import OelmError
 from oelm.study import cost
 from oelm.study.folder import folder_bytes, look, records, run_folders
-from oelm.study.rows import Planned, Study, cells, chosen_rates, expand
+from oelm.study.needs import missing, partial
+from oelm.study.rates import chosen_rates
+from oelm.study.rows import Planned, Study, cells, expand
 from oelm.study.runner import Options
 
 
@@ -118,7 +118,7 @@ def make_plan(study: Study, runs: Path, options: Options | None = None) -> Plan:
             seconds += needed
             left.append(one)
     per_run = _bytes_per_run(folder, [one for one, state in rows if state == "done"])
-    bytes_left = sum(per_run if per_run else cost.disk_bytes(one.run) for one in left)
+    bytes_left = sum(per_run if per_run else cost.disk_bytes(one.run, cost.KEPT[options.keep]) for one in left)
     tests, smallest, said = significance(study)
     return Plan(
         study=study,
@@ -132,12 +132,12 @@ def make_plan(study: Study, runs: Path, options: Options | None = None) -> Plan:
         bytes_measured=per_run > 0,
         smallest_p=smallest,
         tests=tests,
-        notes=_notes(study, rates, rows, options),
+        notes=[*_notes(study, rates, rows, options), *partial(left, options.data_folder)],
         warnings=[
             *said,
             *_edited(folder, rows),
             *_problems(folder, rows),
-            *missing_data(rows, options.data_folder),
+            *missing(left, options.data_folder),
             *_no_room(runs, bytes_left),
         ],
     )
@@ -249,38 +249,6 @@ def _edited(folder: Path, rows: list[tuple[Planned, str]]) -> list[str]:
 
 def _problems(folder: Path, rows: list[tuple[Planned, str]]) -> list[str]:
     return [look(folder / one.id).problem for one, state in rows if state == "foreign"]
-
-
-def missing_data(rows: list[tuple[Planned, str]], data_folder: Path | None) -> list[str]:
-    """One line for each data set that is wanted and not on this machine: where it would come from."""
-    wanted: dict[str, list[DataSpec]] = {}
-    for one, state in rows:
-        if state not in ("done", "diverged"):
-            wanted.setdefault(one.run.data.name, []).append(one.run.data)
-    said = []
-    for name, specs in wanted.items():
-        where = _absent(specs[0], data_folder)
-        if where:
-            said.append(f"data {name!r} ({len(specs)} run{'s' if len(specs) > 1 else ''}): {where}")
-    return said
-
-
-def _absent(spec: DataSpec, data_folder: Path | None) -> str:
-    """Where a data set would come from; empty when it is here or is made, not read."""
-    from oelm.data import corpora, sources, store, tasks
-
-    dataset = ({**tasks.TASKS, **corpora.CORPORA}).get(spec.name)
-    if dataset is None or spec.name == "demo":
-        return ""
-    try:
-        if sources.find_local(dataset, data_folder) is not None:
-            return ""
-        if any(index.name == spec.name for _, index in store.stores()):
-            return ""
-    except OelmError as error:
-        return str(error)
-    hub = f"would come from the Hugging Face cache or hub ({dataset.hub.id}); or " if dataset.hub else ""
-    return f"is not in a folder here; {hub}put {dataset.expected()} into a data folder (--data or OELM_DATA)"
 
 
 def _no_room(runs: Path, needed: int) -> list[str]:

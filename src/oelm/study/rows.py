@@ -1,4 +1,4 @@
-"""A study file becomes runs with names and identities, and tuning runs become chosen rates. No torch here.
+"""A study file becomes runs with names and identities. No torch here.
 
 Refuses rows that share a name or a run, and axes that expand to more than LIMIT runs. Every row is checked when the
 study is read, so that a mistake is found before the first run.
@@ -6,6 +6,7 @@ study is read, so that a mistake is found before the first run.
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 import re
@@ -51,11 +52,9 @@ __all__ = [
     "axis_label",
     "cell_name",
     "cells",
-    "chosen_rates",
     "expand",
     "load_study",
     "parse_overrides",
-    "rates_that_failed",
     "read_study",
     "studies_here",
     "with_overrides",
@@ -131,9 +130,24 @@ def read_study(data: Mapping[str, Any], *, where: str, name: str) -> Study:
         raise ConfigError(explain(error, Study, where)) from None
     try:
         expand(study, rates=_every_rate(study))
+        _refuse_untunable(study)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return study
+
+
+def _refuse_untunable(study: Study) -> None:
+    """A cell that takes the rate of one which is left out would wait for ever."""
+    if study.tuning is None:
+        return
+    every = cells(study)
+    there = {cell.name for cell in every}
+    for cell in every:
+        if is_compared(study, cell) and cell.tuned_by not in there:
+            raise ConfigError(
+                f"tuning.at: {cell.name} takes the rate of {cell.tuned_by}, which [[where]] skips;"
+                " choose a point that every arm has, or skip both"
+            )
 
 
 def _every_rate(study: Study) -> dict[str, float]:
@@ -207,40 +221,58 @@ def expand(
     """Every run that can be named now: rows, tuning runs, and comparison runs of cells whose rate is known.
 
     `rates` is what `chosen_rates` returns; without tuning every comparison run is known from the start.
-    `names` keeps rows, arms, cells and axis labels of these names; `overrides` (the --set of a command) then change
-    every run that is kept.
+    `names` keeps rows, arms, cells and axis labels of these names (or patterns, as in baseline-*-s11); `overrides`
+    (the --set of a command) then change every run that is kept.
     """
     rates = rates or {}
     planned = [_row(study, row) for row in study.rows]
     every = cells(study)
     for cell in every:
         if study.tuning and cell.tuned_by == cell.name:
-            planned += _tuning_runs(study.tuning, cell)
+            planned += tuning_runs(study.tuning, cell)
     for cell in every:
         planned += _comparison_runs(study, cell, rates)
     _refuse_doubles(planned)
-    return [_overridden(one, overrides) for one in _named(planned, tuple(names), study)]
+    return [overridden(one, overrides) for one in _named(planned, tuple(names), study)]
 
 
 def _named(planned: list[Planned], names: tuple[str, ...], study: Study) -> list[Planned]:
     if not names:
         return planned
     known = {word for one in planned for word in _words(one)}
-    # rows of comparisons whose rate is not chosen yet have no name, but their arms and cells have
-    known |= {word for cell in cells(study) for word in (cell.arm, cell.name)}
+    for cell in cells(study):  # comparisons whose rate is not chosen yet have their names already
+        known |= cell_words(cell) | (fresh_rows(study, cell) if is_compared(study, cell) else set())
     for name in names:
-        if name not in known:
+        if not fits(known, (name,)):
             raise ConfigError(
                 f"--rows: {name!r} is no row, arm, cell or axis label of {study.name}; {nearest(name, known)}"
             )
-    return [one for one in planned if _words(one) & set(names)]
+    return [one for one in planned if fits(_words(one), names)]
+
+
+def fits(words: Iterable[str], names: tuple[str, ...]) -> bool:
+    """Whether one of the words is one of the names, or fits one that is a pattern."""
+    return any(word == name or fnmatch.fnmatchcase(word, name) for word in words for name in names)
 
 
 def _words(one: Planned) -> set[str]:
     return {one.row, one.arm, one.cell, *(value for value in one.at.values() if isinstance(value, str))}
 
 
-def _overridden(one: Planned, overrides: Mapping[str, Any] | None) -> Planned:
+def cell_words(cell: Cell) -> set[str]:
+    return {cell.arm, cell.name, *(value for value in cell.at.values() if isinstance(value, str))}
+
+
+def is_compared(study: Study, cell: Cell) -> bool:
+    fresh = study.comparison
+    return fresh is not None and (fresh.arms is None or cell.arm in fresh.arms)
+
+
+def fresh_rows(study: Study, cell: Cell) -> set[str]:
+    return {f"{cell.name}-s{seed}" for seed in (study.comparison.seeds if study.comparison else ())}
+
+
+def overridden(one: Planned, overrides: Mapping[str, Any] | None) -> Planned:
     if not overrides:
         return one
     run = Run.read(with_overrides(one.run.model_dump(), overrides), where=f"row {one.row} with --set")
@@ -253,7 +285,7 @@ def _row(study: Study, row: Row) -> Planned:
     return _planned(row.name, arm, "original", settings, row.name, {}, tuple(row.notes))
 
 
-def _tuning_runs(tuning: Tuning, cell: Cell) -> Iterator[Planned]:
+def tuning_runs(tuning: Tuning, cell: Cell) -> Iterator[Planned]:
     for rate in tuning.rates:
         for seed in tuning.seeds:
             settings = with_overrides(cell.settings, {"optimizer.lr": rate, "seed": seed})
@@ -268,7 +300,7 @@ def _comparison_runs(study: Study, cell: Cell, rates: Mapping[str, float]) -> It
     if fresh is None:
         yield _planned(cell.name, cell.arm, "compare", cell.settings, _without(cell, study), cell.at)
         return
-    if (fresh.arms is not None and cell.arm not in fresh.arms) or (study.tuning and cell.name not in rates):
+    if not is_compared(study, cell) or (study.tuning and cell.name not in rates):
         return
     for seed in fresh.seeds:
         changes: dict[str, Any] = {"seed": seed}
@@ -319,62 +351,3 @@ def _refuse_doubles(planned: list[Planned]) -> None:
             raise ConfigError(
                 f"rows {same!r} and {one.row!r} are the same run (identity {one.run.identity()}); remove one"
             )
-
-
-# ---- rates
-
-
-def chosen_rates(
-    study: Study, records: Iterable[Mapping[str, Any]], overrides: Mapping[str, Any] | None = None
-) -> dict[str, float]:
-    """Cell -> the rate its tuning runs favour, for cells whose tuning is complete.
-
-    `records` are result.json contents. A diverged run counts as the worst there is: a rate is as good as its
-    mean over the tuning seeds, on the validation split (at the best evaluation, whose weights are kept). Ties go to the smaller rate.
-    """
-    if study.tuning is None:
-        return {}
-    choices = _choices(study, study.tuning, records, overrides)
-    return {cell: rate for cell, rate in choices.items() if rate is not None}
-
-
-def rates_that_failed(
-    study: Study, records: Iterable[Mapping[str, Any]], overrides: Mapping[str, Any] | None = None
-) -> list[str]:
-    """Cells whose tuning is complete and left no rate: every one diverged."""
-    if study.tuning is None:
-        return []
-    return [cell for cell, rate in _choices(study, study.tuning, records, overrides).items() if rate is None]
-
-
-def _choices(
-    study: Study, tuning: Tuning, records: Iterable[Mapping[str, Any]], overrides: Mapping[str, Any] | None
-) -> dict[str, float | None]:
-    known = {record.get("run_id"): record for record in records}
-    scores: dict[str, dict[float, list[float | None]]] = {}
-    tuned = (one for cell in cells(study) if cell.tuned_by == cell.name for one in _tuning_runs(tuning, cell))
-    for one in tuned:
-        value = _score(known.get(_overridden(one, overrides).id), tuning.select)
-        scores.setdefault(one.cell, {}).setdefault(one.run.optimizer.lr, []).append(value)
-    chosen: dict[str, float | None] = {}
-    for cell in cells(study):
-        rates = scores.get(cell.tuned_by)
-        if rates is None or any(value is None for values in rates.values() for value in values):
-            continue
-        means = {rate: sum(v for v in values if v is not None) / len(values) for rate, values in rates.items()}
-        rate, best = min(means.items(), key=lambda pair: (pair[1], pair[0]))
-        chosen[cell.name] = rate if math.isfinite(best) else None
-    return chosen
-
-
-def _score(record: Mapping[str, Any] | None, select: str) -> float | None:
-    """Lower is better; infinite for a diverged run, None while it is not finished."""
-    if record is None or record.get("status") not in ("done", "diverged"):
-        return None
-    if record["status"] == "diverged":
-        return math.inf
-    metrics = record.get("metrics") or {}
-    value = (metrics.get("best") or metrics.get("validation") or {}).get(select)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return math.inf
-    return -float(value) if select in HIGHER_IS_BETTER else float(value)

@@ -14,15 +14,17 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from oelm.errors import MachineError, Preempted
 from oelm.study import claim, cost, sharing
 from oelm.study.child import Options, Worker, task_of
 from oelm.study.folder import SCHEMA, look, records
-from oelm.study.rows import Planned, Study, chosen_rates, expand, rates_that_failed
+from oelm.study.rates import chosen_rates, rates_that_failed, waiting_cells
+from oelm.study.rows import Planned, Study, expand
 from oelm.study.watch import WANTED
 from oelm.train.folder import machine_error, write_atomically
 
@@ -73,6 +75,7 @@ class Runner:
         self.stopping: int = 0
         self._queue: list[Planned] = []
         self._elsewhere: set[str] = set()
+        self._failed_before: dict[str, int] = {}  # run -> when its record of a failure was written, before this pass
         self._beat = 0.0
         self._look = 0.0
 
@@ -101,9 +104,21 @@ class Runner:
             if self.stopping == signal.SIGINT:
                 raise KeyboardInterrupt
             raise Preempted(f"study {self.study.name}: {word}; runs are saved, the same command continues")
-        for cell in rates_that_failed(self.study, records(self.folder), self.options.overrides):
-            self.outcome.blocked.append(f"{cell}: diverged at every rate that was tuned; add smaller tuning.rates")
+        self._say_what_waits()
         return self.outcome
+
+    def _say_what_waits(self) -> None:
+        """Comparisons that got no rate, where no failure that was said already is the reason."""
+        found = records(self.folder)
+        dead = rates_that_failed(self.study, found, self.options.overrides)
+        rates = chosen_rates(self.study, found, self.options.overrides)
+        for cell, tuned_by in waiting_cells(self.study, rates, self.options.rows).items():
+            if cell in dead:
+                self.outcome.blocked.append(f"{cell}: diverged at every rate that was tuned; add smaller tuning.rates")
+            elif not any(row.startswith(f"{tuned_by}-tune-") for row in self.outcome.failed):
+                self.outcome.blocked.append(
+                    f"{cell}: waits for its rate; run its tuning too (--rows '{tuned_by}-tune-*')"
+                )
 
     def _until_settled(self) -> None:
         while (self._queue or self._elsewhere or self._busy()) and not self.stopping:
@@ -137,6 +152,8 @@ class Runner:
             elif seen.state == "foreign":
                 self._fail(one, seen.problem)
             else:
+                if first and seen.state == "failed":
+                    self._failed_before[one.id] = self._recorded(one)
                 self._queue.append(one)
         estimate = cost.Estimator(records(self.folder), self.options.devices[0])
         self._queue.sort(key=lambda one: -estimate.seconds(one.run))
@@ -177,13 +194,29 @@ class Runner:
             if held is None:
                 self._elsewhere.add(one.id)
                 continue
-            if look(self.folder / one.id).state in ("done", "diverged"):  # finished since we looked
+            seen = look(self.folder / one.id)
+            if seen.state in ("done", "diverged"):  # finished since we looked
                 held.release()
                 self._settle(one, 0, "")
+                continue
+            if seen.record is not None and self._failed_elsewhere(one, seen.record):
+                held.release()
+                self._fail(one, str(seen.record.get("error")))
                 continue
             self._start(one, held, device)
             return True
         return False
+
+    def _failed_elsewhere(self, one: Planned, record: Mapping[str, Any]) -> bool:
+        """Whether another runner has just failed the row: to try it again here would mend nothing."""
+        ours = one.id in self.tries
+        return record.get("status") == "failed" and not ours and self._recorded(one) != self._failed_before.get(one.id)
+
+    def _recorded(self, one: Planned) -> int:
+        try:
+            return (self.folder / one.id / "result.json").stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def _room(self, one: Planned) -> str:
         """Why the disk has no room for the run; empty when it has."""

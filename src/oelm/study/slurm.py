@@ -21,7 +21,8 @@ from typing import Any
 from oelm.errors import MachineError, StudyIncomplete
 from oelm.study import claim
 from oelm.study.folder import look, records
-from oelm.study.rows import Planned, Slurm, Study, chosen_rates, expand, rates_that_failed
+from oelm.study.rates import chosen_rates, rates_that_failed
+from oelm.study.rows import Planned, Slurm, Study, expand
 from oelm.study.runner import Options, task_of
 from oelm.study.worker import TRAINER
 

@@ -55,6 +55,7 @@ def train_one(task: dict[str, Any], trainer: str = TRAINER) -> dict[str, Any]:
             study=task["study"],
             row=task["row"],
         )
+        _drop(folder, task.get("keep", "all"))
         code, message = 0, ""
     except OelmError as error:
         code, message = error.exit_code, str(error)
@@ -72,6 +73,14 @@ def train_one(task: dict[str, Any], trainer: str = TRAINER) -> dict[str, Any]:
     except Exception as error:
         code, message = 1, f"{type(error).__name__}: {error}; the traceback is in {_crash(folder)}"
     return {"id": task["id"], "code": code, "message": " ".join(message.split())}
+
+
+def _drop(folder: Path, keep: str) -> None:
+    """A finished run's checkpoints that the study does not want to keep."""
+    if keep != "all" and os.environ.get("RANK", "0") == "0":
+        from oelm.study.archive import drop_checkpoints
+
+        drop_checkpoints(folder, keep_best=keep == "best")
 
 
 def _crash(folder: Path) -> Path:
