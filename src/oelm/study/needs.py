@@ -13,8 +13,11 @@ from typing import Any
 
 from oelm.data.spec import DataSpec
 from oelm.errors import OelmError
-from oelm.models.shapes import PACKAGED, HubModel
+from oelm.models.shapes import PACKAGED, PRESETS, HubModel
 from oelm.study.rows import Planned
+
+
+_SHAPES = {model.path for model in PRESETS.values() if isinstance(model, HubModel)}  # random weights need no download
 
 
 def missing(left: Iterable[Planned], data_folder: Path | None) -> list[str]:
@@ -26,7 +29,7 @@ def missing(left: Iterable[Planned], data_folder: Path | None) -> list[str]:
         data.setdefault((one.run.data.name, one.run.data.path), []).append(one.run.data)
         if one.run.data.name != "recall":
             tokenizers[one.run.data.tokenizer] += 1
-        if isinstance(one.run.model, HubModel):
+        if isinstance(one.run.model, HubModel) and not (one.run.model.config_only and one.run.model.path in _SHAPES):
             models[one.run.model.path, one.run.model.revision] += 1
     lines = [(f"data {name!r}", len(specs), _no_data(specs[0], data_folder)) for (name, _), specs in data.items()]
     kept = all(_is_kept(spec) for specs in data.values() for spec in specs)  # prepared files bring their tokenizer
