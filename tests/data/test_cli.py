@@ -43,7 +43,7 @@ def oelm(tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["list", "prepare", "inspect", "pack", "unpack"])
+@pytest.mark.parametrize("verb", ["list", "prepare", "inspect", "tokenizer", "pack", "unpack"])
 def test_help_shows_two_examples(oelm: Any, verb: str) -> None:
     said = oelm(verb, "--help").stdout
     assert said.count(f"oelm data {verb}") >= 2
@@ -71,6 +71,10 @@ def test_prepare_inspect_pack_and_unpack(oelm: Any, tmp_path: Path) -> None:
     assert said["splits"]["train"]["documents"] > 40
     assert all(count["exact"] == 0 for count in said["overlap"]["between"].values())
     assert "sample: " in oelm("inspect", *words).stdout
+    (shard,) = (tmp_path / "home").rglob("validation-00000.tokens")
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert f"{shard.name}: has " in oelm("inspect", *words, code=3).stderr
+    assert f"{shard.name}: has " in oelm("prepare", *words).stderr
     file = tmp_path / "demo.oelm.xz"
     packed = json.loads(oelm("pack", *words, "--tokens", "20_000", "-o", str(file), "--json").stdout)
     there = json.loads(oelm("unpack", str(file), "--json", OELM_HOME=str(tmp_path / "there")).stdout)

@@ -7,15 +7,16 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from oelm.data import carving, contents, corpora, open, sources
 from oelm.data.corpora import CORPORA, DemoFound
-from oelm.data.open import load, store_of
+from oelm.data.open import load, store_of, train_tokenizer
 from oelm.data.reading import Piece
 from oelm.data.sources import FilesFound
 from oelm.data.spec import DataSpec
-from oelm.data.tokens import load_tokens
+from oelm.data.tokens import load_tokens, train_bpe
 from oelm.errors import ConfigError, DataError
 
 
@@ -105,6 +106,27 @@ def test_one_text_file_gets_three_splits(tmp_path: Path) -> None:
     assert sum(held.bytes for held in splits.values()) == path.stat().st_size
     assert "taken from train by hash" in source.provenance["note"]
     assert source.provenance["place"] == "local"
+
+
+@pytest.mark.parametrize("carved", [True, False])
+def test_a_trained_tokenizer_has_read_the_training_documents_alone(tmp_path: Path, carved: bool) -> None:
+    texts = [f"{n} qqzz{'xk' * (n % 9)} ordinary words of document {n}" for n in range(300)]
+    parts = {"train": texts} if carved else {"train": texts[:200], "validation": texts[200:250], "test": texts[250:]}
+    for split, part in parts.items():
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    said = train_tokenizer(_local(tmp_path), 320, tmp_path / "made" / "small.json")
+    source = load(_local(tmp_path, tokenizer=said["file"]))
+    ids = source.stream("train").read(0, len(source.stream("train")))
+    made = load_tokens(said["file"])
+    assert made.vocab_size == said["vocabulary"] == source.vocab_size == 320
+    read = [made.decode(part) for part in np.split(ids, source.stream("train").starts[1:])]
+    again = train_bpe(read, 320)
+    assert again.hash == said["hash"]
+    assert len(read) < 300
+    with pytest.raises(ConfigError, match="is no corpus"):
+        train_tokenizer(DataSpec(name="imdb"), 320, tmp_path / "x.json")
+    with pytest.raises(ConfigError, match="between 258 "):
+        train_tokenizer(_local(tmp_path), 257, tmp_path / "x.json")
 
 
 @pytest.mark.parametrize(

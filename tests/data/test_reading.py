@@ -194,6 +194,8 @@ def test_a_flipped_byte_in_parquet_is_one_line(tmp_path: Path) -> None:
 def test_text_column_must_hold_text(tmp_path: Path) -> None:
     path = _written(tmp_path / "x.jsonl", b'{"text": "a"}\n{"text": null}\n')
     assert "row 2: column 'text' holds nothing" in _fault(path)
+    path = _written(tmp_path / "x.jsonl", b'{"text": "a"}\n{"text": "b\\u0000c"}\n')
+    assert "row 2: column 'text' holds a NUL character" in _fault(path)
 
 
 def test_missing_file_is_said(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from oelm.data import disk, parcel, prepare
 from oelm.data import store as stores_module
 from oelm.data.prepare import Wanted, prepared
 from oelm.data.sources import local_files
-from oelm.data.store import Store, Stream, open_store, read_index, shard_files, stores
+from oelm.data.store import Damaged, Store, Stream, open_store, read_index, shard_files, stores
 from oelm.data.tokens import load_tokens
 from oelm.errors import BusyError, DataError, MachineError, OelmError
 
@@ -233,10 +233,16 @@ def test_ids_that_no_vocabulary_has_are_refused(texts: Path) -> None:
         open_store(store.folder)
 
 
-def test_a_damaged_store_is_made_again(texts: Path) -> None:
+def test_a_damaged_store_is_refused_and_made_again_when_asked(texts: Path) -> None:
     first = prepared(_wanted(texts))
     print_before = first.fingerprint()
-    _all_files(first)[0].write_bytes(b"")
+    shard = _all_files(first)[2]
+    for damage in (b"", shard.read_bytes()[:-1] + b"\xff"):
+        shard.write_bytes(damage)
+        with pytest.raises(Damaged, match=shard.name):
+            prepared(_wanted(texts))
+        assert shard.read_bytes() == damage
+        assert prepared(_wanted(texts), repair=True).fingerprint() == print_before
     assert prepared(_wanted(texts)).fingerprint() == print_before
 
 

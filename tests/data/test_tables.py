@@ -35,6 +35,14 @@ def test_a_near_miss_is_named() -> None:
         SENTIMENT.number("positve", "x")
 
 
+def test_a_users_numbers_are_names() -> None:
+    labels = Labels(("1", "2", "10"), own=True)
+    assert [labels.number(value, "x") for value in (1, "2", 10.0, " 10 ")] == [0, 1, 2, 2]
+    for unseen in (0, 3, "0", -1, None, "one"):
+        with pytest.raises(DataError, match=r"^x: label .* is not known; allowed: those of train"):
+            labels.number(unseen, "x")
+
+
 def test_another_order_and_rows_without_a_label() -> None:
     labels = Labels(("a", "b", "c"), order=("c", "a", "b"), unlabelled=-1)
     found = labelled([{"text": str(n), "label": n} for n in (0, 1, 2, -1)], labels, WHERE)

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oelm.data import overlap, sources, tasks
+from oelm.data import disk, overlap, sources, tasks
+from oelm.data.open import load
 from oelm.data.prepared import Prepared
 from oelm.data.recall import RecallSource
 from oelm.data.spec import DataSpec
 from oelm.data.store import stores_folders
 from oelm.data.task_table import HUB_ORDER, TASKS
-from oelm.errors import ConfigError, DataError, MachineError
+from oelm.errors import BusyError, ConfigError, DataError, MachineError
 
 
 SHARED = sources.shared_folder()
@@ -102,6 +103,16 @@ def test_a_users_file_is_read_exactly(tmp_path: Path, suffix: str) -> None:
     assert source.provenance["counts"] == {split: len(part) for split, part in parts.items()}
     assert source.provenance["status"] == "real"
     assert "carved from train by hash" in source.provenance["note"]
+
+
+@pytest.mark.parametrize("names", [(1, 2, 3, 4), (5, 10), (-1, 1), (2, 10, "abc"), (True, False), ("1", "2")])
+def test_a_users_labels_may_be_any_numbers(tmp_path: Path, names: tuple[Any, ...]) -> None:
+    rows = [{"text": f"text {n}", "label": names[n % len(names)]} for n in range(60)]
+    source = opened(local(write(tmp_path / "data.jsonl", rows)))
+    for split in ("train", "validation", "test"):
+        for text, number in read_back(source, split):
+            given = names[int(text.split()[1]) % len(names)]
+            assert source.labels[number] == str(int(given) if isinstance(given, bool) else given)
 
 
 def test_a_users_folder_keeps_its_splits(tmp_path: Path) -> None:
@@ -377,7 +388,9 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
 def test_labels_of_test_that_train_has_not_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "d" / "train.csv", reviews(30))
     write(tmp_path / "d" / "test.csv", [{"text": "new", "label": 1}, {"text": "newer", "label": 2}])
-    with pytest.raises(DataError, match=r"test\.csv, row 2: label '2' is not known; allowed: 0 to 1"):
+    with pytest.raises(
+        DataError, match=r"test\.csv, row 2: label '2' is not known; allowed: those of train, known: 0, 1"
+    ):
         tasks.open_task(local(tmp_path / "d"))
 
 
@@ -395,6 +408,19 @@ def test_specs_that_make_no_sense(tmp_path: Path, more: dict[str, Any], said: st
     spec = local(write(tmp_path / "data.csv", reviews(9)))
     with pytest.raises((ConfigError, DataError), match=said):
         tasks.open_task(spec.changed(**more))
+
+
+def test_every_row_is_complete() -> None:
+    for name, row in TASKS.items():
+        assert row.name == name
+        assert row.licence
+        assert row.title
+        assert row.official
+        assert row.kind == "qa" or len(set(row.labels)) == len(row.labels) >= 2
+        assert row.hub is not None
+        assert row.hub.id.count("/") == 1  # bare names were script data sets
+        assert row.hub.revision in (None, "refs/convert/parquet")
+        assert row.hub.revision is None or row.hub.config is None  # that revision has no card to name one
 
 
 def test_unknown_names_get_the_nearest() -> None:
@@ -482,6 +508,15 @@ def test_two_processes_prepare_the_same_task(tmp_path: Path) -> None:
         process.join(60)
     assert len(prints) == 1
     assert [path.name for path in stores_folders()[0].glob("*.npz")] == [tasks.task_file(spec)]
+
+
+def test_who_does_not_want_to_wait_is_told(tmp_path: Path) -> None:
+    spec = local(write(tmp_path / "data.csv", reviews(60)))
+    base = stores_folders()[0]
+    told = pytest.raises(BusyError, match=f"process {os.getpid()} is preparing")
+    with disk.saving(base), disk.held(base, tasks.task_file(spec), wait=True), told:
+        load(spec, wait=False)
+    assert load(spec, wait=False).train_size > 0
 
 
 def test_a_killed_preparation_is_made_up_for(tmp_path: Path, home: Path) -> None:

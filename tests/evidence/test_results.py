@@ -13,6 +13,7 @@ from records import lm_study, record, run_study, save
 
 from oelm.errors import DataError, MachineError
 from oelm.evidence import results
+from oelm.evidence.labels import stratum_of
 from oelm.study.rows import expand
 
 
@@ -44,6 +45,16 @@ def test_writing_and_loading_gives_the_same_table_and_the_same_bytes(made, tmp_p
     results.write(results.load(path), tmp_path / "out")
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == first
     assert sorted(first) == ["synthetic.csv", "synthetic.curves.csv", "synthetic.sha256"]
+
+
+def test_runs_selected_on_test_are_marked_and_stand_alone(tmp_path):
+    data = {"name": "imdb", "context": 64, "selection": "test"}
+    base = {"model": "gpt-tiny", "data": data, "budget": {"steps": 100}, "optimizer": {}}
+    study = lm_study(tuning=None, arms=("baseline", "oelm-freeze"), seeds=[1], base=base)
+    run_study(study, tmp_path / "runs", effect={})
+    for row in results.collect(study, tmp_path / "runs").rows:
+        assert row["data"] == "imdb (selected on test)"
+        assert stratum_of(row).endswith(" on imdb (selected on test)")
 
 
 @pytest.mark.parametrize("name", ["synthetic.csv", "synthetic.curves.csv"])

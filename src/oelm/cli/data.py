@@ -1,4 +1,4 @@
-"""oelm data: which data sets there are, preparing them, looking into them, carrying them to another machine."""
+"""oelm data: which data sets there are, preparing them, looking into them, training a tokenizer, carrying them away."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 
-_GROUP = "List, prepare, inspect and carry data sets."
+_GROUP = "List, prepare, inspect and carry data sets; train a tokenizer."
 
 _LIST = """Every data set by name: what it is, where its files are, and what is prepared.
 
@@ -50,6 +50,15 @@ Examples:
   oelm data pack imdb --tokenizer bert --context 256 -o parcels/ --json
 """
 
+_TOKENIZER = """Train a small byte-level BPE on the training documents of a corpus, and use the file as --tokenizer.
+
+Examples:
+
+  oelm data tokenizer tinystories --vocabulary 4096 -o stories.json
+
+  oelm data tokenizer local --path notes.txt --vocabulary 1024 -o notes.json --json
+"""
+
 _UNPACK = """Bring a packed data set in: checked against its hashes, then ready to be read.
 
 Examples:
@@ -81,6 +90,7 @@ def register(app: typer.Typer) -> None:
     group.command("list", help=_LIST)(_list)
     group.command("prepare", help=_PREPARE)(_prepare)
     group.command("inspect", help=_INSPECT)(_inspect)
+    group.command("tokenizer", help=_TOKENIZER)(_tokenizer)
     group.command("pack", help=_PACK)(_pack)
     group.command("unpack", help=_UNPACK)(_unpack)
     app.add_typer(group, name="data")
@@ -126,12 +136,16 @@ def _prepare(
     as_json: Json = False,
 ) -> None:
     from oelm.cli import output
-    from oelm.data.open import load
+    from oelm.data.open import Damaged, load
 
     spec = _spec(name, tokenizer, tokens, examples, context, selection, seed, path, task, column)
     begun = time.monotonic()
     with _progress(name) as report:
-        source = load(spec, folder=folder, report=report, wait=wait)
+        try:
+            source = load(spec, folder=folder, report=report, wait=wait)
+        except Damaged as error:
+            output.note(f"{error} (done now)")
+            source = load(spec, folder=folder, report=report, wait=wait, repair=True)
     said = {
         "name": source.name,
         "kind": source.kind,
@@ -178,6 +192,30 @@ def _inspect(
         output.as_json(said)
     else:
         _show(said)
+
+
+def _tokenizer(
+    name: Name,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The tokenizer.json to write.")],
+    vocabulary: Annotated[
+        int, typer.Option(metavar="N", help="At most so many tokens, the 256 bytes among them.")
+    ] = 4096,
+    folder: Folder = None,
+    seed: Seed = 0,
+    path: PathOption = None,
+    column: Columns = None,
+    as_json: Json = False,
+) -> None:
+    from oelm.cli import output
+    from oelm.data.open import train_tokenizer
+
+    task = "lm" if name == "local" else None
+    spec = _spec(name, "bytes", None, None, 512, "validation", seed, path, task, column)
+    said = train_tokenizer(spec, vocabulary, out, folder=folder)
+    if as_json:
+        output.as_json(said)
+    else:
+        print(f"{output.clean(said['file'])}: {said['vocabulary']:,} tokens; use it with --tokenizer")
 
 
 def _pack(

@@ -9,15 +9,59 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from oelm.data import corpora
 from oelm.data.reading import Piece, cut_point
+from oelm.data.sources import FilesFound, Found
 from oelm.errors import DataError
 
 
 Route = Callable[[str], str]  # the first piece of a document -> its split
 SMALL_SHARE = 0.05
+FEW_DOCUMENTS = 20  # fewer are cut into blocks before they are shared out among splits
 BLOCK = 2000  # characters of a unit, where one text file has no documents of its own
 LONGEST_BLOCK = 16_000
 _WHOLE = 2**64
+
+
+def shares(found: Found) -> dict[str, float]:
+    """Which splits have to be taken from train, and how much of it: more of a sample than of a whole set."""
+    part = found.place == "local" or found.describe()["status"] == "partial"
+    wanted = {split: found.dataset.carve.get(split, SMALL_SHARE) for split in ("validation", "test")}
+    return {
+        split: max(share, SMALL_SHARE) if part else share
+        for split, share in wanted.items()
+        if split not in found.splits
+    }
+
+
+def units(found: Found, seed: int, split: str, carved: Mapping[str, float]) -> tuple[Iterator[Piece], Route]:
+    """The pieces of a split's files, and which split each document belongs to."""
+    if split != "train" or not carved:
+        return corpora.documents(found, split), everything(split)
+    if not isinstance(found, FilesFound) or _is_whole(found):
+        return corpora.documents(found, split), by_share(carved, seed)
+    cut_up = sum(piece.starts for piece in corpora.documents(found, split)) < FEW_DOCUMENTS
+
+    def read() -> Iterator[Piece]:
+        whole = corpora.documents(found, split)
+        return blocks(whole) if cut_up else whole
+
+    return read(), by_rank(carved, seed, read(), str(found.files["train"][0]))
+
+
+def training_texts(found: Found, seed: int) -> Iterator[str]:
+    """The training documents alone, in pieces: what a tokenizer may be trained on."""
+    pieces, route = units(found, seed, "train", shares(found))
+    split = "train"
+    for piece in pieces:
+        split = route(piece.text) if piece.starts else split
+        if split == "train":
+            yield piece.text
+
+
+def _is_whole(found: FilesFound) -> bool:
+    """Known to be all of a large set, so that a fixed share of it is not empty."""
+    return found.place != "local" and found.describe()["status"] == "real" and found.counts()["train"] is not None
 
 
 def everything(split: str) -> Route:

@@ -132,6 +132,7 @@ CORPORA: dict[str, DataSet] = {
                         "validation": ("wikipedia-en-2015/valid.parquet",),
                         "test": ("wikipedia-en-2015/test.parquet",),
                     },
+                    official={"train": 26_381, "validation": 250, "test": 250},
                     note="26,881 articles of an early 2015 dump, split by article",
                 ),
             ),
@@ -142,6 +143,7 @@ CORPORA: dict[str, DataSet] = {
                 stream=True,
                 note="the 2023 dump of the hub, not the 2015 articles: their numbers do not compare",
             ),
+            official={"train": 6_407_814},
             carve={"validation": 0.001, "test": 0.001},
         ),
         DataSet(

@@ -21,17 +21,17 @@ from oelm.errors import BusyError, MachineError
 
 
 @contextlib.contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """A failing disk as one line."""
+def saving(folder: Path, named: str = "OELM_HOME") -> Iterator[None]:
+    """A failing disk as one line; `named` is how the user says where to write."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         remedy = {
-            errno.ENOSPC: "free some space, or name another disk with OELM_HOME; the same command continues",
-            errno.EDQUOT: "the quota is used up: name another disk with OELM_HOME",
-            errno.EROFS: "it is read-only: name another folder with OELM_HOME",
-        }.get(error.errno or 0, "check its permissions, or name another folder with OELM_HOME")
+            errno.ENOSPC: f"free some space, or name another disk with {named}; the same command continues",
+            errno.EDQUOT: f"the quota is used up: name another disk with {named}",
+            errno.EROFS: f"it is read-only: name another folder with {named}",
+        }.get(error.errno or 0, f"check its permissions, or name another folder with {named}")
         raise MachineError(
             f"{error.filename or folder}: cannot be written ({error.strerror or error}); {remedy}"
         ) from None

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from oelm.data import corpora, disk, hub, parcel, sources
+from oelm.data import carving, corpora, disk, hub, parcel, sources
 from oelm.data.prepare import Report, Wanted, prepared
 from oelm.data.sources import DataSet, Found
 from oelm.data.spec import DataSpec
-from oelm.data.store import Index, Store, open_store, stores, stores_folders
-from oelm.data.tokens import load_tokens
+from oelm.data.store import Damaged, Index, Store, open_store, stores, stores_folders
+from oelm.data.tokens import load_tokens, train_bpe
 from oelm.data.windows import LmSource
 from oelm.errors import ConfigError, DataError, nearest
 
@@ -47,16 +47,24 @@ class Source(Protocol):
     def score(self, split: str, outputs: Any) -> dict[str, Any]: ...
 
 
-def load(spec: DataSpec, *, folder: Path | str | None = None, report: Report | None = None, wait: bool = True) -> Any:
+def load(
+    spec: DataSpec,
+    *,
+    folder: Path | str | None = None,
+    report: Report | None = None,
+    wait: bool = True,
+    repair: bool = False,
+) -> Any:
     """The data of a run, ready to be read; `folder` is searched before all other places.
 
     `report(split, done, more)` is told how preparation goes; `wait` for another process that prepares the same data.
+    A damaged store is refused (`Damaged`), or made again with `repair`.
     """
     if kind_of(spec) == "lm":
-        return load_lm(spec, folder=folder, report=report, wait=wait)
+        return load_lm(spec, folder=folder, report=report, wait=wait, repair=repair)
     from oelm.data.tasks import open_task
 
-    return open_task(spec, folder=folder, progress=report)
+    return open_task(spec, folder=folder, progress=report, wait=wait)
 
 
 def kind_of(spec: DataSpec) -> str:
@@ -82,16 +90,26 @@ def names() -> list[str]:
 
 
 def load_lm(
-    spec: DataSpec, *, folder: Path | str | None = None, report: Report | None = None, wait: bool = True
+    spec: DataSpec,
+    *,
+    folder: Path | str | None = None,
+    report: Report | None = None,
+    wait: bool = True,
+    repair: bool = False,
 ) -> LmSource:
     """A corpus as windows: from a store that fits, else prepared from the text."""
     if spec.examples is not None:
         raise ConfigError(f"data.examples: {spec.name} is read in tokens; use tokens")
-    return LmSource(spec, store_of(spec, folder=folder, report=report, wait=wait))
+    return LmSource(spec, store_of(spec, folder=folder, report=report, wait=wait, repair=repair))
 
 
 def store_of(
-    spec: DataSpec, *, folder: Path | str | None = None, report: Report | None = None, wait: bool = True
+    spec: DataSpec,
+    *,
+    folder: Path | str | None = None,
+    report: Report | None = None,
+    wait: bool = True,
+    repair: bool = False,
 ) -> Store:
     """The store of a corpus.
 
@@ -111,7 +129,7 @@ def store_of(
     wanted = Wanted(found=found, tokens=tokens, seed=spec.seed)
     if spec.tokens is not None and wanted.key not in {path.name for path, _ in stores()}:
         wanted = replace(wanted, limit=spec.tokens)
-    return prepared(wanted, report=report, wait=wait)
+    return prepared(wanted, report=report, wait=wait, repair=repair)
 
 
 def found_locally(spec: DataSpec, folder: Path | str | None) -> Found | None:
@@ -121,6 +139,17 @@ def found_locally(spec: DataSpec, folder: Path | str | None) -> Found | None:
     if spec.name == "demo":
         return corpora.DemoFound()
     return sources.find_local(corpora.CORPORA[spec.name], folder)
+
+
+def train_tokenizer(spec: DataSpec, vocabulary: int, out: Path, *, folder: Path | str | None = None) -> dict[str, Any]:
+    """A small BPE, trained on the training documents of a corpus and saved as a tokenizer.json."""
+    if kind_of(spec) != "lm":
+        raise ConfigError(f"{spec.name}: is no corpus; a tokenizer is trained on one of {', '.join(corpora.CORPORA)}")
+    found = found_locally(spec, folder) or sources.find(corpora.CORPORA[spec.name], folder)
+    tokens = train_bpe(carving.training_texts(found, spec.seed), vocabulary, spec.name)
+    with disk.saving(out.parent, "-o"):
+        disk.write_file(out, tokens.to_json().encode())
+    return {"file": str(out), "vocabulary": tokens.vocab_size, "hash": tokens.hash, "from": found.describe()["from"]}
 
 
 def _largest(spec: DataSpec) -> Store | None:
@@ -246,7 +275,7 @@ def pack(source: Any, spec: DataSpec, out: Path) -> Path:
 
     if not isinstance(source, Prepared):
         raise ConfigError(f"{source.name}: is made from its seed everywhere; there is nothing to pack")
-    with disk.saving(out):
+    with disk.saving(out, "-o"):
         return tasks.pack(source, out, spec)
 
 
@@ -265,6 +294,7 @@ def unpack(file: Path) -> dict[str, Any]:
 
 
 __all__ = [
+    "Damaged",
     "DataSet",
     "Source",
     "available",
@@ -275,5 +305,6 @@ __all__ = [
     "names",
     "pack",
     "store_of",
+    "train_tokenizer",
     "unpack",
 ]

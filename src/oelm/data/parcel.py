@@ -43,7 +43,7 @@ def pack(store: Store, file: Path, *, tokens: int | None = None) -> Index:
     """Write the store, or the first `tokens` training tokens of it with the other splits whole; returns its index."""
     index, contents = _cut(store, tokens)
     beside = file.with_name(file.name + ".new")
-    with saving(file.parent):
+    with saving(file.parent, "-o"):
         try:
             with lzma.open(beside, "wb", format=lzma.FORMAT_XZ, filters=_FILTERS) as out:
                 out.write(index.model_dump_json().encode() + b"\n")

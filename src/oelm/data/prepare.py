@@ -23,11 +23,12 @@ import numpy.typing as npt
 from oelm.data import carving, corpora
 from oelm.data.disk import held, saving, sync_folder, write_file
 from oelm.data.reading import Piece
-from oelm.data.sources import SPLITS, FilesFound, Found, judged
+from oelm.data.sources import SPLITS, Found, judged
 from oelm.data.store import (
     INDEX,
     SHARD_TOKENS,
     TOKENIZER,
+    Damaged,
     Index,
     Shard,
     SplitIndex,
@@ -44,7 +45,6 @@ from oelm.values import digest
 
 
 BATCH_CHARACTERS = 8 << 20  # handed to the tokenizer at once
-FEW_DOCUMENTS = 20  # fewer are cut into blocks before they are shared out among splits
 STATE = "progress.json"
 
 Report = Callable[[str, int, int], None]  # split, tokens so far, bytes of text so far
@@ -72,12 +72,14 @@ class Wanted:
         return f"{self.name}-{tokenizer}-{digest(parts, 12)}"
 
 
-def prepared(wanted: Wanted, *, wait: bool = True, report: Report | None = None, base: Path | None = None) -> Store:
-    """The store, made now if it is not there; a damaged one is made again."""
+def prepared(
+    wanted: Wanted, *, wait: bool = True, report: Report | None = None, base: Path | None = None, repair: bool = False
+) -> Store:
+    """The store, made now if it is not there; a damaged one is refused, or made again with `repair`."""
     for folder in [base] if base else stores_folders():
         path = folder / wanted.key
         if (path / INDEX).is_file():
-            with contextlib.suppress(DataError):
+            with contextlib.suppress(*((Damaged,) if repair else ())):
                 return open_store(path)
     folder = base or stores_folders()[0]
     with saving(folder), held(folder, wanted.key, wait=wait):
@@ -85,7 +87,9 @@ def prepared(wanted: Wanted, *, wait: bool = True, report: Report | None = None,
         if (path / INDEX).is_file():  # another process made it while this one waited
             try:
                 return open_store(path)
-            except DataError:
+            except Damaged:
+                if not repair:
+                    raise
                 shutil.rmtree(path)
         _write(wanted, path, report)
         return open_store(path)
@@ -247,7 +251,7 @@ def _write(wanted: Wanted, path: Path, report: Report | None) -> None:
 def _write_splits(
     wanted: Wanted, folder: Path, report: Report | None
 ) -> tuple[dict[Literal["train", "validation", "test"], SplitIndex], dict[str, Any]]:
-    carved = carved_shares(wanted.found)
+    carved = carving.shares(wanted.found)
     states = _saved_states(folder)
     writers = {
         split: _Writer(
@@ -270,7 +274,7 @@ def _write_splits(
 
     rows: dict[str, int] = {}
     for split in wanted.found.splits:
-        units, route = _units(wanted, split, carved)
+        units, route = carving.units(wanted.found, wanted.seed, split, carved)
         rows[split] = _encode(units, route, writers, wanted, save, report)
     for writer in writers.values():
         writer.finish()
@@ -294,37 +298,6 @@ def _saved_states(folder: Path) -> dict[str, Any]:
         for leftover in folder.iterdir():
             leftover.unlink()
         return {}
-
-
-def carved_shares(found: Found) -> dict[str, float]:
-    """Which splits have to be taken from train, and how much of it: more of a sample than of a whole set."""
-    part = found.place == "local" or found.describe()["status"] == "partial"
-    shares = {split: found.dataset.carve.get(split, carving.SMALL_SHARE) for split in ("validation", "test")}
-    return {
-        split: max(share, carving.SMALL_SHARE) if part else share
-        for split, share in shares.items()
-        if split not in found.splits
-    }
-
-
-def _units(wanted: Wanted, split: str, carved: Mapping[str, float]) -> tuple[Iterator[Piece], carving.Route]:
-    found = wanted.found
-    if split != "train" or not carved:
-        return corpora.documents(found, split), carving.everything(split)
-    if not isinstance(found, FilesFound) or _is_whole(found):
-        return corpora.documents(found, split), carving.by_share(carved, wanted.seed)
-    cut_up = sum(piece.starts for piece in corpora.documents(found, split)) < FEW_DOCUMENTS
-
-    def units() -> Iterator[Piece]:
-        whole = corpora.documents(found, split)
-        return carving.blocks(whole) if cut_up else whole
-
-    return units(), carving.by_rank(carved, wanted.seed, units(), str(found.files["train"][0]))
-
-
-def _is_whole(found: FilesFound) -> bool:
-    """Known to be all of a large set, so that a fixed share of it is not empty."""
-    return found.place != "local" and found.describe()["status"] == "real" and found.counts()["train"] is not None
 
 
 def _encode(

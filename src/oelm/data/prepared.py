@@ -253,7 +253,7 @@ def save(source: Prepared, path: Path, *, compressed: bool = False) -> Path:
     text = np.frombuffer(json.dumps(meta, ensure_ascii=False, allow_nan=False).encode(), dtype=np.uint8)
     write = np.savez_compressed if compressed else np.savez
     beside = path.with_name(path.name + ".new")
-    with saving(path.parent):
+    with saving(path.parent, "-o" if compressed else "OELM_HOME"):
         try:
             with beside.open("wb") as stream:
                 write(stream, allow_pickle=False, meta=text, **arrays)

@@ -92,6 +92,8 @@ def documents(path: Path, column: str = "text") -> Iterator[Piece]:
         if not isinstance(text, str):
             kind = "nothing" if text is None else type(text).__name__
             raise DataError(f"{path}: row {number}: column {column!r} holds {kind}, not text; name the text column")
+        if "\0" in text:
+            raise DataError(f"{path}: row {number}: column {column!r} holds a NUL character; clean the text")
         yield from cut(text)
 
 

@@ -77,7 +77,7 @@ class RecallSource:
         )
         self._order = Order(np.full(self.train_size, spec.context), bucketing=False)
         self._held_out = Order(np.full(HELD_OUT_EXAMPLES, spec.context), bucketing=False)
-        self._made: dict[tuple[str, int], tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
+        self._made: dict[str, _Made] = {}
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -165,40 +165,30 @@ class RecallSource:
         size = self.train_size if split == "train" else HELD_OUT_EXAMPLES
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < size:
             raise DataError(f"recall: example {int(rows.max())} is not in {split}, which has {size}")
-        blocks = rows // _BLOCK
-        inputs = np.empty((len(rows), self.context), dtype=np.int64)
-        pairs = np.empty(len(rows), dtype=np.int64)
-        for block in np.unique(blocks):
-            chosen = blocks == block
-            made, made_pairs = self._block(split, int(block))
-            inputs[chosen] = made[rows[chosen] - block * _BLOCK]
-            pairs[chosen] = made_pairs[rows[chosen] - block * _BLOCK]
-        targets, distance = self._questions(inputs, pairs)
-        return {"inputs": inputs, "targets": targets, "pairs": pairs, "distance": distance, "index": rows}
-
-    def _questions(
-        self, inputs: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Targets, and at each question how many tokens back its key stands."""
-        places = np.arange(self.context)
-        asked = (inputs >= 1) & (inputs <= self.keys) & (places[None, :] >= 2 * pairs[:, None])
+        made = self._with(split, rows, size)
+        inputs, distance = made.tokens[rows].astype(np.int64), made.distance[rows].astype(np.int64)
         targets = np.full_like(inputs, _IGNORED)
-        row, column = np.nonzero(asked)
-        targets[row, column] = inputs[row, column + 1]
-        shown = np.zeros((len(inputs), self.keys + 1), dtype=np.int64)
-        given_row, given_column = np.nonzero((places[None, :] < 2 * pairs[:, None]) & (places[None, :] % 2 == 0))
-        shown[given_row, inputs[given_row, given_column]] = given_column
-        distance = np.zeros_like(inputs)
-        distance[row, column] = column - shown[row, inputs[row, column]]
-        return targets, distance
+        np.copyto(targets[:, :-1], inputs[:, 1:], where=distance[:, :-1] > 0)
+        return {"inputs": inputs, "targets": targets, "pairs": made.pairs[rows], "distance": distance, "index": rows}
 
-    def _block(self, split: str, block: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """_BLOCK sequences, made when first asked for and kept."""
-        if (split, block) not in self._made:
-            self._made[split, block] = self._make(_SPLITS[split], block)
-        return self._made[split, block]
+    def _with(self, split: str, rows: npt.NDArray[np.int64], size: int) -> _Made:
+        """The sequences of a split, these rows at least: made a block at a time when first asked for, and kept."""
+        if split not in self._made:
+            self._made[split] = _Made(size, self.context, self.vocab_size)
+        made = self._made[split]
+        blocks = rows // _BLOCK
+        for block in np.unique(blocks[~made.known[blocks]]).tolist():
+            place = slice(block * _BLOCK, min(size, (block + 1) * _BLOCK))
+            columns = self._make(_SPLITS[split], block)
+            for kept, whole in zip((made.tokens, made.distance, made.pairs), columns, strict=True):
+                kept[place] = whole[: place.stop - place.start]
+            made.known[block] = True
+        return made
 
-    def _make(self, split: int, block: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def _make(
+        self, split: int, block: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The sequences of a block, how many tokens back the key of each question stands (else 0), and their pairs."""
         # Raw bits of Philox only: they are fixed by its definition, whatever the version of numpy.
         bits = np.random.Philox(np.random.SeedSequence([self.spec.seed, split, block]))
 
@@ -213,12 +203,25 @@ class RecallSource:
         tokens = (draw(self.context) % values).astype(np.int64) + self.keys + 1
         slots = draw(self.context // 2)
         order = draw(most)
-        for row in range(_BLOCK):
-            count = int(pairs[row])
-            tokens[row, 0 : 2 * count : 2] = keys[row, :count]
-            tokens[row, 1 : 2 * count : 2] = answers[row, :count]
-            free = np.sort(np.argsort(slots[row, count:], kind="stable")[:count]) + count
-            asked = np.argsort(order[row, :count], kind="stable")
+        distance = np.zeros_like(tokens)
+        for count in steps.tolist():
+            (rows,) = np.nonzero(pairs == count)
+            tokens[rows, 0 : 2 * count : 2] = keys[rows, :count]
+            tokens[rows, 1 : 2 * count : 2] = answers[rows, :count]
+            free = np.sort(np.argsort(slots[rows, count:], axis=1, kind="stable")[:, :count], axis=1) + count
+            asked = np.argsort(order[rows, :count], axis=1, kind="stable")
+            row = rows[:, None]
             tokens[row, 2 * free] = keys[row, asked]
             tokens[row, 2 * free + 1] = answers[row, asked]
-        return tokens.astype(np.uint16 if self.vocab_size <= 2**16 else np.uint32), pairs
+            distance[row, 2 * free] = 2 * (free - asked)
+        return tokens, distance, pairs
+
+
+class _Made:
+    """Sequences of a split as far as they have been asked for."""
+
+    def __init__(self, size: int, context: int, vocabulary: int) -> None:
+        self.known = np.zeros(-(-size // _BLOCK), dtype=np.bool_)
+        self.tokens = np.zeros((size, context), dtype=np.uint16 if vocabulary <= 2**16 else np.uint32)
+        self.distance = np.zeros((size, context), dtype=np.uint16 if context <= 2**16 else np.uint32)
+        self.pairs = np.zeros(size, dtype=np.int64)

@@ -10,7 +10,7 @@ import fnmatch
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,6 +31,7 @@ class Layout:
     files: Mapping[str, tuple[str, ...]]  # split -> patterns below the data folder; {name} is the data set's
     columns: Mapping[str, str] = field(default_factory=lambda: {"text": "text"})  # role -> column
     only: Mapping[str, tuple[str, Any]] = field(default_factory=dict)  # split -> (column, value) of its rows
+    official: Mapping[str, int] = field(default_factory=dict)  # rows by split, where they are not the set's own
     partial: bool = False  # known not to be the whole set
     note: str = ""
 
@@ -283,7 +284,8 @@ def find_local(dataset: DataSet, folder: Path | str | None = None) -> FilesFound
         for layout in dataset.everywhere():
             files = {split: match(root, patterns, dataset.name) for split, patterns in layout.files.items()}
             if all(files.get(split) for split in ("train",) if "train" in layout.files) and any(files.values()):
-                return FilesFound(dataset=dataset, place=place, root=root, files=files, layout=layout)
+                row = replace(dataset, official=layout.official) if layout.official else dataset
+                return FilesFound(dataset=row, place=place, root=root, files=files, layout=layout)
         if folder is not None and place == "folder" and root == Path(folder).expanduser():
             raise DataError(f"{root}: has no data set {dataset.name!r}; expected {root}/{dataset.expected()}")
     return None

@@ -87,7 +87,7 @@ def _labels(spec: DataSpec, kind: str, found: Found) -> Labels:
     where = _where(found, "train")
     if spec.name == "local":
         read = label_names if kind == "classify" else tag_names
-        return Labels(read(found.rows("train"), where))
+        return Labels(read(found.rows("train"), where), own=True)
     known = isinstance(found, FilesFound) and found.layout in found.dataset.layouts
     return Labels(
         found.dataset.labels,

@@ -38,6 +38,10 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Ids = npt.NDArray[np.int64]
 
 
+class Damaged(DataError):
+    """A store that is not what was written."""
+
+
 class Shard(Value):
     """Two files: ids, and where documents begin."""
 
@@ -140,11 +144,20 @@ class Stream:
             shard += 1
         return out
 
-    def document_ids(self, start: int, stop: int) -> Ids:
-        """For each position the number of its document, counted from 0 within the range."""
-        numbers = np.searchsorted(self.starts, np.arange(start, stop, dtype=np.int64), side="right")
-        first = numbers[0] if len(numbers) else 0
-        return (numbers - first).astype(np.int64)
+    def document_ids(self, begins: Ids, lengths: Ids, width: int) -> Ids:
+        """For each place of each window the number of its document, counted from 0 within the window; -1 beyond its end.
+
+        All windows in one go: a batch costs as many calls as one window would.
+        """
+        first = np.searchsorted(self.starts, begins + 1)
+        counts = np.searchsorted(self.starts, begins + lengths) - first
+        rows = np.repeat(np.arange(len(begins)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        numbers = np.zeros((len(begins), width), dtype=np.int64)
+        numbers[rows, self.starts[first[rows] + within] - begins[rows]] = 1
+        np.cumsum(numbers, axis=1, out=numbers)
+        numbers[np.arange(width) >= lengths[:, None]] = -1
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -257,7 +270,14 @@ def stores() -> list[tuple[Path, Index]]:
 
 
 def open_store(folder: Path) -> Store:
-    """The store, after every shard has been compared with its hash."""
+    """The store, after every shard has been compared with its hash; `Damaged` when one is not what was written."""
+    try:
+        return _opened(folder)
+    except DataError as error:
+        raise Damaged(str(error)) from None
+
+
+def _opened(folder: Path) -> Store:
     index = read_index(folder)
     _check_file(folder / TOKENIZER, index.tokenizer.file_sha256)
     parts: dict[str, list[npt.NDArray[Any]]] = {}

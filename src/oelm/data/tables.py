@@ -58,6 +58,7 @@ class Labels:
     names: tuple[str, ...]
     order: tuple[str, ...] | None = None  # what the file's numbers mean, where that is not our order
     unlabelled: int | None = None  # the file's number for a row without a label
+    own: bool = False  # the names are a user's, who may call classes 1 to 4: a number is a name and no place
     _numbers: dict[str, int] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +70,13 @@ class Labels:
         theirs = self.order or self.names
         if isinstance(value, str) and value in self._numbers:
             return self._numbers[value]
+        if self.own:
+            if written is not None and str(written) in self._numbers:
+                return self._numbers[str(written)]
+            raise DataError(
+                f"{place}: label {_shown(value)} is not known; allowed: those of train, "
+                f"{nearest(str(value)[:80], self.names)}"
+            )
         if written is not None and written == self.unlabelled:
             return None
         if written is not None and 0 <= written < len(theirs):

@@ -37,7 +37,8 @@ _NEWSGROUPS = (
     "talk.politics.misc",
     "talk.religion.misc",
 )
-_PARQUET = "refs/convert/parquet"  # where the hub keeps the tables of data sets that were scripts
+# Where the hub keeps the tables of data sets that were scripts. There is no card there, so no configuration has a name.
+_PARQUET = "refs/convert/parquet"
 _TRAIN_TEST = {"train": "train", "test": "test"}
 
 
@@ -227,7 +228,6 @@ TASKS: dict[str, DataSet] = {
             ),
             hub=Hub(
                 id="leondz/wnut_17",
-                config="wnut_17",
                 revision=_PARQUET,
                 columns={"tokens": "tokens", "tags": "ner_tags"},
             ),

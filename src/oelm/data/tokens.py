@@ -1,4 +1,4 @@
-"""Tokenizers by name: gpt2, bert, bytes, demo-bpe, or a tokenizer.json of the user's.
+"""Tokenizers by name: gpt2, bert, bytes, demo-bpe, or a tokenizer.json of the user's; and training a small BPE.
 
 Owns how they are found, what their special tokens are, and the hash that says whether two of them give the same ids.
 Refuses to treat special tokens that occur in text as anything but text.
@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from oelm.data import hub, sources
-from oelm.errors import DataError, nearest
+from oelm.errors import ConfigError, DataError, nearest
 from oelm.values import digest
 
 
 NAMES = ("gpt2", "bert", "bytes", "demo-bpe")
 END = "<|endoftext|>"
 DEMO_VOCABULARY = 1536
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 258, 1 << 20
 
 _HUB = {"gpt2": ("openai-community/gpt2", "gpt2"), "bert": ("google-bert/bert-base-uncased", "bert-base-uncased")}
 _FOLDER = {"gpt2": "gpt2", "bert": "bert-base-uncased"}
@@ -242,21 +243,31 @@ def _byte_letters() -> dict[int, str]:
     return letters
 
 
-@functools.cache
-def _demo_bpe() -> Tokens:
-    """A small byte-level BPE, trained on the demo's training topics only."""
+def train_bpe(texts: Iterable[str], vocabulary: int, name: str = "bpe") -> Tokens:
+    """A byte-level BPE of at most `vocabulary` tokens, trained on these texts; every text has ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from oelm.data.corpora import DemoFound
-
+    if not SMALLEST_VOCABULARY <= vocabulary <= LARGEST_VOCABULARY:
+        raise ConfigError(
+            f"a vocabulary of {vocabulary:,}: must be between {SMALLEST_VOCABULARY} (the bytes, the end of text and a "
+            f"merge) and {LARGEST_VOCABULARY:,}"
+        )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=DEMO_VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[AddedToken(END, normalized=False)],
         initial_alphabet=sorted(_byte_letters().values()),
         show_progress=False,
     )
-    backend.train_from_iterator((row["text"] for row in DemoFound().rows("train")), trainer)
-    return _wrapped("demo-bpe", backend, "the demo tokenizer")
+    backend.train_from_iterator(texts, trainer)
+    return _wrapped(name, backend, "the trained tokenizer")
+
+
+@functools.cache
+def _demo_bpe() -> Tokens:
+    """A small byte-level BPE, trained on the demo's training topics only."""
+    from oelm.data.corpora import DemoFound
+
+    return train_bpe((row["text"] for row in DemoFound().rows("train")), DEMO_VOCABULARY, "demo-bpe")

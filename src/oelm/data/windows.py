@@ -158,15 +158,15 @@ class LmSource:
         stream = self.stream(split)
         inputs = np.full((len(windows), self.context), self.pad_id, dtype=np.int64)
         targets = np.full((len(windows), self.context), IGNORED, dtype=np.int64)
-        documents = np.full_like(inputs, -1) if self.spec.packing == "documents" else None
         for row, (start, length, skip) in enumerate(windows):
             ids = stream.read(start, start + length + 1)
             inputs[row, :length] = ids[:-1]
             targets[row, skip:length] = ids[skip + 1 :]
-            if documents is not None:
-                documents[row, :length] = stream.document_ids(start, start + length)
         batch = {"inputs": inputs, "targets": targets}
-        return batch if documents is None else batch | {"documents": documents}
+        if self.spec.packing == "documents":
+            begins, lengths, _ = np.asarray(windows, dtype=np.int64).T
+            batch["documents"] = stream.document_ids(begins, lengths, self.context)
+        return batch
 
     def perplexity(self, split: str, nats_sum: float, tokens: int, *, stride: int | None = None) -> dict[str, Any]:
         """What a sum of nats over scored tokens of a split says."""

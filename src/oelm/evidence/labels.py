@@ -29,6 +29,11 @@ def variant_label(variant: Variant) -> str:
     return "custom: " + ", ".join(part for part in parts if part)
 
 
+def data_label(data: Mapping[str, Any]) -> str:
+    """The data set's name, marked where checkpoints were selected on the test split (the original's protocol)."""
+    return f"{data['name']} (selected on test)" if data["selection"] == "test" else str(data["name"])
+
+
 def stratum_of(row: Mapping[str, Any]) -> str:
     """Model and data: no comparison crosses them."""
     return f"{row['model']} on {row['data']}"

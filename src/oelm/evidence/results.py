@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from oelm.errors import DataError, MachineError
-from oelm.evidence.labels import model_label, variant_label
+from oelm.evidence.labels import data_label, model_label, variant_label
 from oelm.study.rates import chosen_rates
 from oelm.study.rows import Planned, Study, expand
 from oelm.train import examples
@@ -235,7 +235,7 @@ def settings_columns(study: str, names: Row, run: Run) -> Row:
             "epochs": budget["epochs"],
             "token_budget": budget["tokens"],
             "precision": run.precision,
-            "data": data["data"]["name"],
+            "data": data_label(data["data"]),
             "settings": canonical(data),
         }
     )
