@@ -215,10 +215,20 @@ def _write(wanted: Wanted, path: Path, report: Report | None) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.mkdir(exist_ok=True)
     try:
-        splits, provenance = _write_splits(wanted, partial, report)
+        _write_into(partial, wanted, report)
     except DataError:
         shutil.rmtree(partial)  # the text has to change, and then this is another store
         raise
+    except OSError:
+        if not (partial / STATE).is_file():  # nothing that the next try could go on from
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    os.rename(partial, path)
+    sync_folder(path.parent)
+
+
+def _write_into(folder: Path, wanted: Wanted, report: Report | None) -> None:
+    splits, provenance = _write_splits(wanted, folder, report)
     tokenizer = wanted.tokens
     file = tokenizer.to_json().encode()
     index = Index(
@@ -226,7 +236,7 @@ def _write(wanted: Wanted, path: Path, report: Report | None) -> None:
         tokenizer=TokenizerIndex(
             name=Path(tokenizer.name).name,
             hash=tokenizer.hash,
-            file_sha256=write_file(partial / TOKENIZER, file),
+            file_sha256=write_file(folder / TOKENIZER, file),
             bytes=len(file),
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
@@ -241,11 +251,9 @@ def _write(wanted: Wanted, path: Path, report: Report | None) -> None:
         splits=splits,
         provenance=provenance,
     )
-    (partial / STATE).unlink(missing_ok=True)
-    write_file(partial / INDEX, index.model_dump_json(indent=1).encode())
-    sync_folder(partial)
-    os.rename(partial, path)
-    sync_folder(path.parent)
+    write_file(folder / INDEX, index.model_dump_json(indent=1).encode())
+    (folder / STATE).unlink(missing_ok=True)
+    sync_folder(folder)
 
 
 def _write_splits(
