@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,24 +46,14 @@ def _train(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
 ) -> None:
-    from oelm.cli.output import as_json as print_json
-    from oelm.errors import DivergedError
-    from oelm.train.run import Run, run_id
-    from oelm.train.signals import starting
-    from oelm.values import load_toml
+    from oelm.train.signals import ignored_from_here, starting
 
-    table = load_toml(file)
-    for text in change or ():
-        _set(table, text)
-    run = Run.read(table, where=str(file))
-    folder = out or Path("runs") / "train" / run_id(_row(file), run)
-
-    with starting(str(folder)):
-        from oelm.train.loop import train
-
-        result = train(
-            run,
-            folder,
+    atexit.register(ignored_from_here)
+    with starting(str(out or file)):
+        result, folder = _trained(
+            file,
+            out,
+            change,
             device=device,
             data_folder=data,
             progress=progress,
@@ -70,12 +62,24 @@ def _train(
             compact=compact,
             parallel=parallel,
         )
-    if as_json:
-        print_json(result)
-    else:
-        _say(result, folder)
-    if result["status"] == "diverged":
-        raise DivergedError(f"{folder}: diverged: {result['error']}; try a lower optimizer.lr")
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks
+        _say(result, folder, as_json=as_json)
+
+
+def _trained(file: Path, out: Path | None, change: list[str] | None, **options: Any) -> tuple[dict[str, Any], Path]:
+    """What became of the run, and its folder."""
+    from oelm.train.run import Run, run_id
+    from oelm.values import load_toml
+
+    table = load_toml(file)
+    for text in change or ():
+        _set(table, text)
+    run = Run.read(table, where=str(file))
+    folder = out or Path("runs") / "train" / run_id(_row(file), run)
+
+    from oelm.train.loop import train
+
+    return train(run, folder, **options), folder
 
 
 def _row(file: Path) -> str:
@@ -113,7 +117,19 @@ def _set(table: dict[str, Any], text: str) -> None:
 _SHORT = {"model": "preset", "data": "name", "variant": "base"}  # what a bare name stands for
 
 
-def _say(result: dict[str, Any], folder: Path) -> None:
+def _say(result: dict[str, Any], folder: Path, *, as_json: bool) -> None:
+    from oelm.cli.output import as_json as print_json
+    from oelm.errors import DivergedError
+
+    if as_json:
+        print_json(result)
+    else:
+        _summary(result, folder)
+    if result["status"] == "diverged":
+        raise DivergedError(f"{folder}: diverged: {result['error']}; try a lower optimizer.lr")
+
+
+def _summary(result: dict[str, Any], folder: Path) -> None:
     metrics = result["metrics"]
     typer.echo(f"{result['run_id']}: {result['status']}")
     for split in ("validation", "test"):

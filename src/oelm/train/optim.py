@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from oelm.errors import CheckpointError, ConfigError
 from oelm.method.thaw import param_groups
+from oelm.train.parallel import put
 from oelm.train.run import Budget, Optimizer
 
 
@@ -147,8 +148,11 @@ class Optimizers:
                     f"optimiser state of {name!r} belongs to no parameter that trains here; was the checkpoint of another run?"
                 )
             optimizer, param = by_name[name]
-            same_place = key != "step" or optimizer.defaults.get("fused")
-            value = tensor.to(param.device) if same_place else tensor.clone()
+            if key != "step":  # where the parameter is, and sharded as it is
+                value = torch.zeros_like(param, dtype=tensor.dtype, requires_grad=False)
+                put(value, tensor)
+            else:
+                value = tensor.to(param.device) if optimizer.defaults.get("fused") else tensor.clone()
             optimizer.state[param][key] = value
 
 

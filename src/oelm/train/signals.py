@@ -79,10 +79,17 @@ def starting(what: str) -> Iterator[None]:
         try:
             with signals.interruptible():
                 yield
-        except StopAsked:
-            asked = signals.asked or signal.SIGTERM
-            if asked == signal.SIGINT:
+        except BaseException:  # an import that is cut off may say so in words of its own
+            if signals.asked is None:
+                raise
+            if signals.asked == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise Preempted(
-                f"{what}: stopped by {asked.name} with nothing to save; run the same command again"
+                f"{what}: stopped by {signals.asked.name} with nothing to save; run the same command again"
             ) from None
+
+
+def ignored_from_here() -> None:
+    """What was asked for is done: a signal in the last moments of the process must not make it look undone."""
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
