@@ -87,7 +87,9 @@ def test_one_rank_killed_stops_cleanly_and_another_number_goes_on(tmp_path: Path
     assert json.loads((folder / (folder / "latest").read_text().strip() / "manifest.json").read_text())["step"] == 5
     if style == "fsdp":  # whose optimiser state is sharded again
         assert ranks(2, folder, style, 12, "11").returncode != 0
-        assert json.loads((folder / (folder / "latest").read_text().strip() / "manifest.json").read_text())["step"] == 10
+        assert (
+            json.loads((folder / (folder / "latest").read_text().strip() / "manifest.json").read_text())["step"] == 10
+        )
     done = ranks(1, folder, "ddp", 12)  # one process continues what two began
     assert done.returncode == 0, done.stderr
     assert losses(folder) == pytest.approx(losses(alone), rel=1e-4)
