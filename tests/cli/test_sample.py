@@ -1,4 +1,4 @@
-"""oelm sample as a user types it, on runs of a few seconds."""
+"""oelm sample and oelm perplexity as a user types them, on runs of a few seconds."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from oelm.cli.main import app
 from oelm.cli.sample import trained
+from oelm.data.open import load
 from oelm.errors import CheckpointError, ConfigError
 from oelm.train.loop import train
 from oelm.train.run import Run
@@ -75,6 +77,60 @@ def test_one_seed_one_text_and_json_holds_what_was_asked(folder: Path) -> None:
 def test_the_streamed_text_is_that_of_json(folder: Path) -> None:
     words = ("--prompt", "the", "--tokens", "40", "--temperature", "1.5")
     assert typed(folder, *words) == "the" + json.loads(typed(folder, *words, "--json"))["texts"][0] + "\n"
+
+
+def perplexity(folder: Path, *words: str) -> dict[str, Any]:
+    words = ("perplexity", str(folder), "--device", "cpu", *words)
+    found = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return dict(json.loads(found.stdout)) if "--json" in words else {"said": found.stdout}
+
+
+def test_perplexity_is_that_of_the_record_and_says_what_it_depends_on(folder: Path) -> None:
+    record = json.loads((folder / "result.json").read_text())["metrics"]
+    for split in ("validation", "test"):
+        found = perplexity(folder, "--split", split, "--checkpoint", "latest", "--json")
+        for name in ("perplexity", "perplexity_per_word", "bits_per_byte", "tokens"):
+            assert found[name] == pytest.approx(record[split][name], rel=1e-6)
+        assert (found["tokenizer"], found["context"], found["stride"], found["whole"]) == ("bytes", 32, 32, True)
+    said = perplexity(folder)["said"]
+    assert "tokenizer bytes, context 32, stride 32" in said
+    assert said.count("\n") == 4
+
+
+def test_sliding_windows_are_scored_as_by_hand(folder: Path) -> None:
+    found = perplexity(folder, "--split", "test", "--stride", "12", "--batch", "3", "--json")
+    run, model, tokenizer, _ = trained(folder, "best", None)
+    stream = load(run.data).store.stream("test")
+    ids = torch.from_numpy(stream.read(0, len(stream)))
+    nats, done = 0.0, 0
+    with torch.no_grad():
+        while done < len(ids) - 1:  # the first window is whole; each next one scores 12 tokens more
+            end = min(len(ids) - 1, 32 if not done else done + 12)
+            window = ids[max(0, end - 32) : end + 1]
+            logits = model.eval().logits(model(window[None, :-1]))[0]
+            each = torch.nn.functional.cross_entropy(logits.float(), window[1:], reduction="none")
+            nats += float(each[done - end :].sum())
+            done = end
+    text = b"".join(bytes(part[1:].tolist()) for part in np.split(ids.numpy(), stream.starts[1:])).decode()
+    assert found["nats_per_token"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert found["perplexity_per_word"] == pytest.approx(np.exp(nats / len(text.split())), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
+    assert found["stride"] == 12
+    assert tokenizer.vocab_size == 257
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--stride", "33"], "stride = 33: must be between 1 and the context of 32"),
+        (["--split", "tset"], "did you mean 'test'"),
+        (["--checkpoint", "last"], "did you mean 'latest'"),
+    ],
+)
+def test_perplexity_refuses_what_does_not_fit(folder: Path, words: list[str], said: str) -> None:
+    found = CliRunner().invoke(app, ["perplexity", str(folder), *words])
+    assert said in str(found.exception)
 
 
 def test_the_weights_are_those_of_the_checkpoint(folder: Path) -> None:

@@ -192,6 +192,7 @@ def test_demo_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert source.fingerprint == again.fingerprint
     assert (source.kind, source.labels, source.vocab_size, source.pad_id) == ("lm", (), 1536, 0)
     assert source.provenance["status"] == "demo"
+    assert source.provenance["perplexity"] == {"context": 64, "stride": 64, "word_count": "spaces"}
     assert source.train_size > 1000
     with pytest.raises(ConfigError, match="tokens"):
         load(DataSpec(name="demo", tokenizer="bytes", examples=5))

@@ -26,6 +26,7 @@ VERBS: tuple[str, ...] = (
     "probe",
     "export",
     "compare",
+    "perplexity",
     "sample",
     "inspect",
     "bench",

@@ -80,6 +80,11 @@ class LmSource:
                 "hash": index.tokenizer.hash,
                 "vocabulary": index.tokenizer.vocab_size,
             },
+            "perplexity": {
+                "context": self.context,
+                "stride": self.context,
+                "word_count": corpora.words_of(self.name),
+            },
             "selection": self.spec.selection,
             "note": "; ".join(note for note in notes if note),
         }

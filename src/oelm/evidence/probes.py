@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oelm.errors import ConfigError, DataError
+from oelm.errors import ConfigError
 from oelm.evidence.heads import Layer, layers, watch
 from oelm.models.shapes import Shape
 
@@ -78,8 +78,9 @@ def load_run(folder: Path | str, checkpoint: str = "best") -> tuple[Run, nn.Modu
     import torch
 
     from oelm.method.apply import apply
+    from oelm.method.record import record_of
     from oelm.models.build import build
-    from oelm.train.checkpoint import load_weights
+    from oelm.train.checkpoint import load_weights, put_weights
     from oelm.train.run import Run
     from oelm.values import load_toml
 
@@ -96,13 +97,9 @@ def load_run(folder: Path | str, checkpoint: str = "best") -> tuple[Run, nn.Modu
     if labels is None and (other := _labels_of(weights, model.state_dict())):
         model = build(run.model, labels=other, seed=run.seed, context=run.data.context)
     apply(model, run.variant, seed=run.seed)
-    present = model.state_dict()
-    found = model.load_state_dict(weights, strict=False)
-    held = {tensor.data_ptr() for name, tensor in present.items() if name in weights}
-    lacking = [name for name in found.missing_keys if present[name].data_ptr() not in held]
-    if lacking or found.unexpected_keys:
-        name = [*lacking, *found.unexpected_keys][0]
-        raise DataError(f"{folder}: the checkpoint does not fit its run.toml ({name}); was one of them changed?")
+    record = record_of(model)
+    regenerable = frozenset(record.regenerable) if record is not None else frozenset[str]()
+    put_weights(model, weights, folder, skip=regenerable - set(weights))  # compact ones leave out what was drawn again
     with torch.no_grad():
         model.eval()
     return run, model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -98,15 +98,18 @@ class Objective(abc.ABC):
         device: torch.device | str,
         batch: int,
         limit: int | None = None,
+        stride: int | None = None,
     ) -> dict[str, Any]:
         """Metrics over a whole split in its fixed order, every token or example with equal weight.
 
-        limit: stop after the batch in which this many tokens have been read.
+        limit: stop after the batch in which this many tokens have been read. stride: windows of text that overlap.
         """
         training = model.training
         model.eval()
         try:
-            return self._evaluate(model, source, split, device, batch, limit)
+            read: Any = source.eval_batches  # only text has strides
+            batches = read(split, batch) if stride is None else read(split, batch, stride=stride)
+            return self._evaluate(model, source, split, device, batches, limit)
         finally:
             model.train(training)
 
@@ -116,13 +119,13 @@ class Objective(abc.ABC):
         source: Source,
         split: str,
         device: torch.device | str,
-        batch: int,
+        batches: Iterable[dict[str, Any]],
         limit: int | None,
     ) -> dict[str, Any]:
         totals: dict[str, Tensor] = {}
         outputs: list[tuple[Tensor, ...]] = []
         read = 0
-        for arrays in source.eval_batches(split, batch):
+        for arrays in batches:
             part = to_device(arrays, device)
             sums, predictions = self.sums(model, part)
             for name, value in sums.items():
