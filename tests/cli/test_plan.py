@@ -33,6 +33,16 @@ def test_json_is_for_machines(tmp_path: Path) -> None:
     assert len({row["id"] for row in plan["rows"]}) == plan["wanted"]
 
 
+def test_a_laptop_plans_for_gpus_that_are_elsewhere(tmp_path: Path) -> None:
+    words = ("plan", "original", "--rows", "GPT-06,GPT-07", "--runs", tmp_path)
+    here, there = (json.loads(oelm(*words, "--devices", name, "--json").stdout) for name in ("cpu", "gpu:2"))
+    assert (here["device"], there["device"]) == ("cpu", "cuda")
+    assert there["device_hours_left"] < here["device_hours_left"] / 100
+    said = oelm(*words, "--devices", "gpu:2").stdout
+    assert " on one GPU, about " in said
+    assert " on 2 (" in said
+
+
 def test_names_are_never_cut(tmp_path: Path) -> None:
     done = oelm("plan", "fair-bert", "--runs", tmp_path)
     assert " orthogonalize-frozen " in done.stdout

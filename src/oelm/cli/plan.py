@@ -28,7 +28,9 @@ def plan(
         "", "--rows", help="Only these rows, arms or cells, with commas between; * and ? fit any text."
     ),
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change a setting of every run: key=value.")] = None,
-    devices: str = typer.Option("auto", "--devices", help="Whose speed to reckon with: cpu, all or GPU numbers."),
+    devices: str = typer.Option(
+        "auto", "--devices", help="Whose speed to reckon with: as for oelm run, or gpu:N for N GPUs that are elsewhere."
+    ),
     data: Annotated[Path | None, typer.Option("--data", help="A folder that holds data sets.")] = None,
     json: bool = typer.Option(False, "--json", help="For machines."),
 ) -> None:
@@ -37,7 +39,7 @@ def plan(
     [bold]Examples[/]: oelm plan demo · oelm plan original --rows GPT-06,GPT-07
     """
     from oelm.cli.output import as_json
-    from oelm.study.devices import parse_devices
+    from oelm.study.devices import imagined, parse_devices
     from oelm.study.plan import make_plan
     from oelm.study.rows import load_study, parse_overrides
     from oelm.study.runner import Options
@@ -46,7 +48,10 @@ def plan(
         list_studies()
         return
     options = Options(
-        devices=tuple(parse_devices(devices)), data_folder=data, rows=names(rows), overrides=parse_overrides(set_ or ())
+        devices=tuple(imagined(devices) or parse_devices(devices)),
+        data_folder=data,
+        rows=names(rows),
+        overrides=parse_overrides(set_ or ()),
     )
     made = make_plan(load_study(study), runs, options)
     if json:
@@ -108,9 +113,10 @@ def summary(made: Plan, devices: int = 1) -> list[str]:
     finished = states["done"] + states["diverged"]
     how = f"corrected by {made.measured} measured runs" if made.measured else "estimated, nothing measured yet"
     hours = made.seconds / 3600
-    wall = f", about {_time(made.seconds / devices)} on {devices} devices" if devices > 1 else ""
+    one = "one GPU" if made.kind == "cuda" else "this processor"
+    wall = f", about {_time(made.seconds / devices)} on {devices}" if devices > 1 else ""
     lines = [
-        f"{len(made.rows)} runs wanted, {finished} finished; left: {_time(made.seconds)} on one device{wall} ({hours:,.2f} device-hours; {how})",
+        f"{len(made.rows)} runs wanted, {finished} finished; left: {_time(made.seconds)} on {one}{wall} ({hours:,.2f} device-hours; {how})",
         f"disk: about {made.bytes_left / 1e9:,.2f} GB more ({'measured' if made.bytes_measured else 'estimated'})",
     ]
     if made.tests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 
@@ -53,6 +54,12 @@ def parse_devices(text: str | None) -> list[str]:
             shown = ", ".join(there) if there else "none"
             raise MachineError(f"--devices: GPU {device} is not there (this machine has: {shown}); see nvidia-smi -L")
     return chosen
+
+
+def imagined(text: str) -> list[str]:
+    """`gpu` or `gpu:N`: so many GPUs that need not be here, to plan for; empty for anything else."""
+    found = re.fullmatch(r"gpu(?::([1-9][0-9]{0,3}))?", text.strip())
+    return [str(number) for number in range(int(found[1] or 1))] if found else []
 
 
 def environment(device: str, per_device: int) -> dict[str, str]:

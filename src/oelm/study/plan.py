@@ -48,6 +48,7 @@ class Plan:
     folder: Path
     rows: list[tuple[Planned, str]]
     arms: dict[str, ArmPlan]
+    kind: str  # of the device whose speed is reckoned with: cuda or cpu
     seconds: float  # of what is left, on one device
     seconds_all: float
     measured: int  # runs that corrected the estimate
@@ -70,6 +71,7 @@ class Plan:
             "folder": str(self.folder),
             "wanted": len(self.rows),
             "states": {state: self.states[state] for state in STATES if self.states[state]},
+            "device": self.kind,
             "device_hours_left": self.seconds / 3600,
             "device_hours_all": self.seconds_all / 3600,
             "measured_runs": self.measured,
@@ -125,6 +127,7 @@ def make_plan(study: Study, runs: Path, options: Options | None = None) -> Plan:
         folder=folder,
         rows=rows,
         arms=arms,
+        kind=estimator.kind,
         seconds=seconds,
         seconds_all=seconds_all,
         measured=estimator.measured,
