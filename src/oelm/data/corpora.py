@@ -150,7 +150,7 @@ CORPORA: dict[str, DataSet] = {
             name="c4-sample",
             kind="lm",
             title="C4, English: the first 1,000 documents of train",
-            licence="ODC-BY 1.0",
+            licence="ODC-BY 1.0; the texts under the terms of Common Crawl",
             layouts=(Layout(files={"train": ("web-text/c4-en-sample.parquet",)}),),
             hub=Hub(id="allenai/c4", config="en", splits={"train": "train"}, stream=True, rows=1000),
             official={"train": 1000},

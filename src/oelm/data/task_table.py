@@ -94,7 +94,7 @@ TASKS: dict[str, DataSet] = {
                     columns=_PAIR,
                     only={"train": ("mnli_split", "train")},
                     partial=True,
-                    note="train is the part of MultiNLI that TaxiNLI holds",
+                    note="train is the part of MultiNLI that TaxiNLI (C-UDA 1.0) holds",
                 ),
             ),
             hub=Hub(id="facebook/xnli", config="en", columns=_PAIR),
@@ -139,7 +139,7 @@ TASKS: dict[str, DataSet] = {
                     columns=_PAIR,
                     only={"train": ("mnli_split", "train"), "test": ("mnli_split", "dev_matched")},
                     partial=True,
-                    note="the part of MultiNLI that TaxiNLI holds",
+                    note="the part of MultiNLI that TaxiNLI (C-UDA 1.0) holds",
                 ),
             ),
             hub=Hub(
