@@ -51,6 +51,19 @@ def test_it_trains_and_says_where(file: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "done"
 
 
+def test_one_process_of_many_speaks(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (str(file), "--out", str(tmp_path / "out"), "--progress", "none")
+    assert "done" in typed(*words)
+    monkeypatch.setenv("RANK", "1")
+    assert typed(*words) == ""
+
+
+def test_a_wrong_way_to_show_progress_is_said_before_anything_is_made(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="progress 'bar': unknown; known: auto, line, live, none"):
+        typed(str(file), "--out", str(tmp_path / "out"), "--progress", "bar")
+    assert not (tmp_path / "out").exists()
+
+
 def test_json_is_the_record_and_set_changes_the_run(file: Path, tmp_path: Path) -> None:
     words = ("--set", "optimizer.lr=1e-2", "--set", "variant=baseline", "--set", "budget.steps=4", "--json")
     found = json.loads(typed(str(file), "--out", str(tmp_path / "out"), "--progress", "none", *words))

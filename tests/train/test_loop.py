@@ -375,10 +375,18 @@ def test_what_trains_must_get_a_gradient(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory: 5 GB")]
+    ("error", "asked"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
+            ", 2.5 GiB more asked for",
+        ),
+        (MemoryError(), "used at most"),
+        (RuntimeError("can't allocate memory: you tried to allocate 5368709120 bytes."), ", 5.0 GiB more asked for"),
+    ],
 )
 def test_too_little_memory_is_one_line_with_remedies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, asked: str
 ) -> None:
     def greedy(self: Any, pieces: Any) -> Any:
         raise error
@@ -387,6 +395,7 @@ def test_too_little_memory_is_one_line_with_remedies(
     with pytest.raises(OutOfMemory, match=r"out of memory on cpu at 4 x 32 tokens.*budget.accumulate=2.*; ") as found:
         trained(small_run(), tmp_path)
     assert "\n" not in str(found.value)
+    assert f"{asked}); try " in str(found.value)
     assert found.value.exit_code == 9
 
 

@@ -68,9 +68,11 @@ def _train(
 
 def _trained(file: Path, out: Path | None, change: list[str] | None, **options: Any) -> tuple[dict[str, Any], Path]:
     """What became of the run, and its folder."""
+    from oelm.train.progress import check_mode
     from oelm.train.run import Run, run_id
     from oelm.values import load_toml
 
+    check_mode(options["progress"])
     table = load_toml(file)
     for text in change or ():
         _set(table, text)

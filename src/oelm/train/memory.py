@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 from pathlib import Path
 
@@ -31,7 +33,11 @@ def memory_message(error: BaseException, run: Run, device: torch.device, folder:
         free, total = torch.cuda.mem_get_info(device)
         room = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {peak_bytes(device) / 2**30:.1f} GiB used at most"
     else:
-        room = f"{peak_bytes(device) / 2**30:.1f} GiB used at most"
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        room = f"{total / 2**30:.1f} GiB in the machine, {peak_bytes(device) / 2**30:.1f} GiB used at most"
+    if asked := re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error), re.IGNORECASE):
+        number, unit = float(asked[1]), asked[2].lower()
+        room += f", {number / 2**30 if unit == 'bytes' else number:.1f} {'GiB' if unit == 'bytes' else asked[2]} more asked for"
     parts = next((n for n in range(budget.accumulate + 1, budget.batch + 1) if budget.batch % n == 0), None)
     remedies = [
         f"budget.accumulate={parts} (same result, less memory)"

@@ -80,12 +80,17 @@ def open_sinks(folder: Path, name: str, config: Mapping[str, Any]) -> list[Sink]
     return sinks
 
 
+def check_mode(mode: str) -> None:
+    """Refuse a way of showing progress that there is not."""
+    if mode not in MODES:
+        raise ConfigError(f"progress {mode!r}: unknown; {nearest(mode, MODES)}")
+
+
 class Progress:
     """Shows a run. `log` is training.log, which also has what a terminal shows only for a moment."""
 
     def __init__(self, mode: str, folder: Path, name: str, total: int, *, quiet: bool, sinks: list[Sink]) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"progress {mode!r}: unknown; {nearest(mode, MODES)}")
+        check_mode(mode)
         if mode == "auto":
             mode = "live" if sys.stderr.isatty() else "line"
         self.mode = "none" if quiet else mode
@@ -173,7 +178,7 @@ def line(name: str, total: int, now: Mapping[str, Any]) -> str:
     if now.get("tokens_per_s") is not None:
         fields.append(f"{now['tokens_per_s']:,.0f} tok/s")
     if now.get("mfu") is not None:
-        fields.append(f"MFU {now['mfu']:.0%}")
+        fields.append(f"MFU {now['mfu']:.{0 if now['mfu'] >= 0.1 else 1}%}")
     if now.get("memory") is not None:
         fields.append(f"{now['memory'] / 2**30:.1f} GiB")
     fields.append(f"{duration(now['seconds'])} < {duration(now.get('eta'))}")
