@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,19 @@ def test_what_the_hub_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
         sources.find(STORIES)
     assert "\n" not in str(caught.value)
     assert len(calls) == 2  # the cache first, then the hub
+
+
+def test_a_stream_that_breaks_off_is_one_line() -> None:
+    def stream() -> Iterator[dict[str, str]]:
+        yield {"story": "one"}
+        raise ConnectionError("reset by peer\nand more")
+
+    assert STORIES.hub is not None
+    found = sources.HubFound(dataset=STORIES, place="hub", hub=STORIES.hub, loaded={"train": stream()})
+    rows = found.rows("train")
+    assert next(rows) == {"text": "one"}
+    with pytest.raises(MachineError, match=r"^someone/stories \(train\): reading stopped at row 1 \(reset by peer\)"):
+        next(rows)
 
 
 def test_without_the_extra_the_hub_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

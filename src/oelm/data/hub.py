@@ -82,7 +82,7 @@ def load(hub: Hub, *, fetch: bool) -> dict[str, Any]:
             except Exception as error:  # the hub's libraries raise what their transport raises
                 if not fetch:
                     return {}
-                raise DataError(f"{hub.id} ({theirs}): cannot be fetched ({_brief(error)}); name a --folder") from None
+                raise DataError(f"{hub.id} ({theirs}): cannot be fetched ({brief(error)}); name a --folder") from None
     return loaded
 
 
@@ -100,6 +100,7 @@ def _without_network() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """The first line of what a library said."""
     text = str(error).strip()
     return text.splitlines()[0][:160] if text else type(error).__name__

@@ -216,11 +216,9 @@ def _write(wanted: Wanted, path: Path, report: Report | None) -> None:
     partial.mkdir(exist_ok=True)
     try:
         _write_into(partial, wanted, report)
-    except DataError:
-        shutil.rmtree(partial)  # the text has to change, and then this is another store
-        raise
-    except OSError:
-        if not (partial / STATE).is_file():  # nothing that the next try could go on from
+    except Exception as error:
+        # after a DataError the text has to change, and then this is another store; else whole shards are for the next try
+        if isinstance(error, DataError) or not (partial / STATE).is_file():
             shutil.rmtree(partial, ignore_errors=True)
         raise
     os.rename(partial, path)

@@ -200,10 +200,18 @@ class HubFound:
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         where = f"{self.hub.id} ({split})"
         limit = self.hub.rows if split == "train" else None
-        for number, row in enumerate(self.loaded[split]):
-            if limit is not None and number >= limit:
+        coming, number = iter(self.loaded[split]), 0
+        while limit is None or number < limit:
+            try:
+                row = next(coming)
+            except StopIteration:
                 return
+            except Exception as error:  # a stream fails as its transport does
+                raise MachineError(
+                    f"{where}: reading stopped at row {number:,} ({hub.brief(error)}); run the same command again"
+                ) from None
             yield reading.pick(row, self.hub.columns, frozenset(self.dataset.optional), where)
+            number += 1
 
     def documents(self, split: str) -> Iterator[reading.Piece]:
         for row in self.rows(split):

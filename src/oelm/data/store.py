@@ -156,7 +156,8 @@ class Stream:
         numbers = np.zeros((len(begins), width), dtype=np.int64)
         numbers[rows, self.starts[first[rows] + within] - begins[rows]] = 1
         np.cumsum(numbers, axis=1, out=numbers)
-        numbers[np.arange(width) >= lengths[:, None]] = -1
+        if lengths.min(initial=width) < width:
+            numbers[np.arange(width) >= lengths[:, None]] = -1
         return numbers
 
 
