@@ -323,6 +323,34 @@ def one_memory(model: nn.Module) -> nn.Module:
     return model
 
 
+def overlapping(model: nn.Module) -> nn.Module:
+    both = torch.randn(2 * WIDTH, WIDTH)
+    model.blocks[0].attn.q.weight = nn.Parameter(both[:WIDTH])
+    model.blocks[2].mlp.up.weight = nn.Parameter(both[WIDTH - 1 :])
+    return model
+
+
+def shared_projection(model: nn.Module) -> nn.Module:
+    model.blocks[1].attn.k = model.blocks[0].attn.k
+    return model
+
+
+def shared_feed_forward(model: nn.Module) -> nn.Module:
+    model.blocks[1].mlp = model.blocks[0].mlp
+    return model
+
+
+def parametrised(model: nn.Module) -> nn.Module:
+    torch.nn.utils.parametrizations.orthogonal(model.blocks[1].attn.q)
+    return model
+
+
+def eight_bits(model: nn.Module) -> nn.Module:
+    weight = model.blocks[3].mlp.down.weight
+    model.blocks[3].mlp.down.weight = nn.Parameter(weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
 def tied_feed_forward(model: nn.Module) -> nn.Module:
     model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
     return model
@@ -391,6 +419,11 @@ def zeroed(model: nn.Module) -> nn.Module:
         (quantised_by_torch, "oelm-freeze", "quantised"),
         (tied_projections, "oelm-freeze", r"blocks.1.attn.k.weight is shared|shared with blocks.1.attn.k.weight"),
         (tied_feed_forward, "qk-ffn", "shared with"),
+        (parametrised, "oelm-freeze", "blocks.1.attn.q: its weight is computed by a parametrization"),
+        (eight_bits, "oelm-freeze", "blocks.3.mlp.down is a quantised layer"),
+        (overlapping, "oelm-freeze", "blocks.0.attn.q.weight is shared with blocks.2.mlp.up.weight"),
+        (shared_projection, "oelm-freeze", "blocks.0.attn.k.weight is shared with blocks.1.attn.k.weight"),
+        (shared_feed_forward, "qk-ffn", "blocks.0.mlp.up.weight is shared with blocks.1.mlp.up.weight"),
         (one_memory, "oelm-freeze", "blocks.1.attn.k.weight is shared with blocks.0.attn.v.weight"),
         (frozen_elsewhere, "oelm-freeze", "nothing would be left to train"),
         (zeroed, "orthogonalize-frozen", r"blocks.3.attn.k.weight.*nothing to orthogonalise"),
@@ -425,6 +458,40 @@ def test_bad_seeds(seed: Any) -> None:
 
 def test_feed_forward_that_is_tied_is_left_alone_by_others() -> None:
     oelm.apply(tied_feed_forward(gpt()), "oelm-freeze")  # the freeze does not reach it
+    oelm.apply(shared_feed_forward(gpt()), "oelm-freeze")
+
+
+def test_attention_that_stands_in_two_places_is_one_layer() -> None:
+    model = gpt()
+    model.blocks[2].attn = model.blocks[0].attn
+    report = oelm.apply(model, "oelm-freeze")
+    assert report.frozen == 3 * 2 * WIDTH * WIDTH
+    assert report.layers == {"main": [0, 1, 2]}
+    assert any("blocks.2.attn is blocks.0.attn" in warning for warning in report.warnings)
+
+
+def test_a_shared_bias_is_no_obstacle_where_biases_are_left_alone() -> None:
+    model = CASES["bert"].build()
+    layers = model.bert.encoder.layer
+    layers[1].attention.self.query.bias = layers[0].attention.self.query.bias
+    with pytest.raises(MethodError, match=r"query.bias is shared"):
+        oelm.apply(model, "oelm-freeze")
+    oelm.apply(model, oelm.Variant(biases="train"))
+
+
+def test_a_failure_of_the_report_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from oelm.method import apply as room
+
+    def fail(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "report_on", fail)
+    model = CASES["gpt2"].build()
+    before = state(model)
+    with pytest.raises(KeyboardInterrupt):
+        oelm.apply(model, "qk-ffn")
+    assert unchanged(model, before)
+    assert record_of(model) is None
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "gpt-neox", "torch-encoder", "bert", "llama"])

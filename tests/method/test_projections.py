@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,7 +44,16 @@ class OddFused(nn.Module):
         return self.last(nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(-2))
 
 
-def stack(make: type[nn.Module], n: int = 3) -> nn.Module:
+def pasted(said: str) -> dict[str, object]:
+    """The pattern of a message as a user would paste it."""
+    shown = re.search(r"pattern=(\{.*?\})", said)
+    assert shown is not None, said
+    found = ast.literal_eval(shown[1])
+    assert isinstance(found, dict)
+    return found
+
+
+def stack(make: Callable[[], nn.Module], n: int = 3) -> nn.Module:
     layers = [nn.Sequential(make(), nn.LayerNorm(WIDTH)) for _ in range(n)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 4)).double()
 
@@ -52,12 +63,13 @@ def test_an_unknown_model_is_told_the_pattern_that_works() -> None:
     with pytest.raises(MethodError, match="no known family matches") as caught:
         oelm.apply(model, "oelm-freeze")
     said = str(caught.value)
-    assert "wq" in said
+    assert "nearest modules: *.*.wq (3x), *.*.wk (3x)" in said
+    assert said.endswith("(guessed, so check: heads)")
     assert "\n" not in said
-    shown = re.search(r"pattern=(\{.*\})", said)
-    assert shown is not None
-    pattern = eval(shown[1].replace("<number of heads>", str(HEADS)))  # noqa: S307 - what a user would paste
-    assert pattern == {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "heads": HEADS}
+    pattern = pasted(said)
+    assert pattern == {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "heads": 2}
+    oelm.apply(copy.deepcopy(model), "oelm-freeze", pattern=pattern)
+    pattern["heads"] = HEADS
     report = oelm.apply(model, "oelm-freeze", pattern=pattern)
     assert report.frozen == 3 * 2 * (WIDTH * WIDTH + WIDTH)
     assert [p.layer for p in oelm.find_projections(model, pattern) if p.role == "q"] == [0, 1, 2]
@@ -87,8 +99,9 @@ def test_a_fused_pattern_with_its_layout() -> None:
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ({"q": "wq"}, "both q and k"),
-        ({"q": "wq", "k": "wk", "qkv": "x"}, "fused projection"),
+        ({"q": "wq"}, "name q and k"),
+        ({"q": "wq", "k": "wk", "qkv": "x"}, "qkv alone or q and kv"),
+        ({"q": "wq", "k": "wk", "kv": "x"}, "qkv alone or q and kv"),
         ({"q": "wq", "k": "wk", "head": 4}, "did you mean 'heads'"),
         ({"q": "wq", "k": "wk", "heads": 0}, "above 0"),
         ({"q": "wq", "k": "wk", "heads": 5}, "5 heads of"),
@@ -130,15 +143,86 @@ def test_a_gated_query_is_refused_and_not_halved() -> None:
         oelm.find_projections(model)
 
 
-def test_names_that_say_nothing_still_get_a_pattern_to_fill_in() -> None:
-    class Strange(Odd):
-        def __init__(self) -> None:
-            super().__init__("alpha", "beta", "gamma", "delta")
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("W_Q", "W_K", "W_V", "W_O"),
+        ("to_q", "to_k", "to_v", "to_out"),
+        ("q_linear", "k_linear", "v_linear", "out"),
+        ("queryProj", "keyProj", "valueProj", "outProj"),
+        ("query_net", "key_net", "value_net", "fc_o"),
+    ],
+)
+def test_names_people_use_give_a_pattern_without_a_doubt(names: tuple[str, str, str, str]) -> None:
+    def make() -> nn.Module:
+        attention = Odd(*names)
+        attention.nh = HEADS
+        return attention
 
-    with pytest.raises(MethodError, match=r"nearest modules: .*alpha.*try pattern=\{\"q\": .*<name>"):
-        oelm.find_projections(stack(Strange))
-    found = oelm.find_projections(stack(Strange), {"q": "alpha", "k": "beta", "v": "gamma", "heads": HEADS})
-    assert len(found) == 3 * 3
+    with pytest.raises(MethodError) as caught:
+        oelm.find_projections(stack(make))
+    said = str(caught.value)
+    assert pasted(said) == {**dict(zip("qkvo", names, strict=True)), "heads": HEADS}
+    assert said.endswith("}")
+    found = oelm.find_projections(stack(make), pasted(said))
+    assert {(p.layer, p.role, p.n_heads) for p in found} == {(i, role, HEADS) for i in range(3) for role in "qkvo"}
+
+
+def test_names_that_say_nothing_give_a_pattern_that_says_it_is_guessed() -> None:
+    with pytest.raises(MethodError, match=r"nearest modules: .*alpha.*check: which is q, k, v, o, heads\)") as caught:
+        oelm.find_projections(stack(lambda: Odd("alpha", "beta", "gamma", "delta")))
+    assert pasted(str(caught.value))["q"] == "alpha"
+    with pytest.raises(MethodError, match=r"mixer_qkv.*check: heads, layout") as caught:
+        oelm.find_projections(stack(OddFused))
+    assert pasted(str(caught.value)) == {"qkv": "mixer_qkv", "heads": 2, "layout": "concat"}
+    with pytest.raises(MethodError, match="if it has attention, name its projections"):
+        oelm.find_projections(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+
+
+def test_a_known_family_whose_heads_cannot_be_seen_is_told_what_to_say() -> None:
+    model = stack(lambda: Odd("q_proj", "k_proj", "v_proj", "o_proj"))
+    with pytest.raises(MethodError, match=r"how many heads .*\(2 is a guess\)") as caught:
+        oelm.find_projections(model)
+    assert pasted(str(caught.value)) == {"heads": 2}
+    assert {p.n_heads for p in oelm.find_projections(model, {"heads": HEADS})} == {HEADS}
+
+
+def test_keys_and_values_fused_in_a_pattern() -> None:
+    class Perceiver(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = HEADS
+            self.to_q, self.to_kv, self.to_out = (nn.Linear(WIDTH, n * WIDTH) for n in (1, 2, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            k, v = self.to_kv(x).chunk(2, dim=-1)
+            parts = [y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (self.to_q(x), k, v)]
+            return self.to_out(nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(-2))
+
+    model = stack(Perceiver)
+    with pytest.raises(MethodError) as caught:
+        oelm.find_projections(model)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    before = model(x)
+    oelm.apply(model, "keep-frozen", pattern=pasted(str(caught.value)))
+    assert (model(x) - before).abs().max() < 1e-12
+    assert not model[1][0].to_kv.k.weight.requires_grad
+    assert model[1][0].to_kv.v.weight.requires_grad
+
+
+def test_nanogpt() -> None:
+    class CausalSelfAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n_head = HEADS
+            self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    model = stack(CausalSelfAttention)
+    found = [p for p in oelm.find_projections(model) if p.layer == 2]
+    fused = model[2][0].c_attn.weight
+    assert [p.role for p in found] == ["q", "k", "v", "o"]
+    for p, rows in zip(found[:3], fused.chunk(3), strict=True):
+        assert torch.equal(p.weight, rows.view(HEADS, -1, WIDTH))
 
 
 def test_changed_and_extended_torch_attention_is_refused() -> None:

@@ -90,6 +90,12 @@ def test_a_schedule_needs_a_converted_model_and_may_be_empty() -> None:
     plan = oelm.schedule(gpt("oelm-freeze"))
     assert plan.boundaries() == {}
     assert plan.step(10**6) == []
+    for step in ("3", 1.5, True, None):
+        with pytest.raises(ConfigError, match="whole number"):
+            plan.step(step)
+    for total in ("100", 0, 99.5, True):
+        with pytest.raises(ConfigError, match="total_steps"):
+            oelm.schedule(gpt("progressive"), total)
 
 
 def test_biases_thaw_with_their_matrices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from typing import Any
@@ -171,6 +172,8 @@ def test_layer_selections(layers: Any, count: int) -> None:
         ({"freeze": "none", "thaw": {}}, "nothing is frozen"),
         ({"roles": ["q", "q"]}, "names one thing twice"),
         ({"roles": "q"}, "expected a list"),
+        ({"roles": []}, "names nothing"),
+        ({"tie": True, "freeze": "k"}, "'k' alone cannot be frozen"),
         ({"layers": "last:0"}, "is not all"),
         ({"layers": [0, 0]}, "one layer twice"),
         ({"layers": [True]}, "whole numbers"),
@@ -185,6 +188,16 @@ def test_layer_selections(layers: Any, count: int) -> None:
 def test_mistakes_are_named(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Variant.from_dict(settings)
+
+
+def test_wrong_names_of_fields_are_named_too() -> None:
+    with pytest.raises(ConfigError, match=r"variant.freez: unknown key; did you mean 'freeze'"):
+        Variant(freez="qk")
+    with pytest.raises(ConfigError, match=r"variant.thaw.begin: unknown key; known: end, order, start"):
+        Thaw(begin=3)
+    with pytest.raises(ConfigError, match=r"given by name, as in Variant\(roles="):
+        Variant(*["qk"])
+    assert copy.deepcopy(Variant(gain=2.0)) == Variant(gain=2.0)
 
 
 @pytest.mark.parametrize("field", FIELDS)

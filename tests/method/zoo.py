@@ -317,6 +317,12 @@ CASES: dict[str, Case] = {
         {"encoder": 1},
         bias=True,
     ),
+    "albert-groups": Case(
+        _hf("AlbertForMaskedLM", "AlbertConfig", **_settings(embedding_size=16, num_hidden_groups=3)),
+        text,
+        ENCODER,
+        bias=True,
+    ),
     "deberta-v2": Case(
         _hf(
             "DebertaV2ForSequenceClassification",
@@ -344,6 +350,11 @@ CASES: dict[str, Case] = {
         text,
         MAIN,
         fused=True,
+    ),
+    "modernbert-decoder": Case(
+        _hf("ModernBertDecoderForCausalLM", "ModernBertDecoderConfig", **_settings(cls_token_id=1, sep_token_id=2)),
+        text,
+        MAIN,
     ),
     "mpnet": Case(_hf("MPNetForSequenceClassification", "MPNetConfig", **_settings()), text, ENCODER, bias=True),
     "t5": Case(_hf("T5ForConditionalGeneration", "T5Config", **_T5), seq2seq, BOTH, scaled=False),

@@ -6,7 +6,8 @@ Refuses models that are converted, wrapped, compiled, quantised or on meta, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -54,8 +55,9 @@ def apply(
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise MethodError(f"apply: {name} is on the meta device, without values; load the weights first")
-    record = _transform(model, chosen, seed, pattern, values=True)
-    report = report_on(model, record)
+    record, undo = _transform(model, chosen, seed, pattern, values=True)
+    with _undone_if_it_fails(undo):
+        report = report_on(model, record)
     record.report = report.to_dict()
     return report
 
@@ -65,7 +67,7 @@ def convert(
 ) -> Record:
     """The same change of structure and flags without values or hashes: for models on the meta device."""
     refuse_model(model)
-    return _transform(model, as_variant(variant), 0, pattern, values=False)
+    return _transform(model, as_variant(variant), 0, pattern, values=False)[0]
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -95,7 +97,7 @@ class _Fill:
 
 def _transform(
     model: nn.Module, variant: Variant, seed: int, pattern: Mapping[str, Any] | None, *, values: bool
-) -> Record:
+) -> tuple[Record, Undo]:
     sites = find_sites(model, pattern)
     treated = _treated(sites, variant)
     keys = {(site.stack, site.layer) for site in treated}
@@ -118,20 +120,19 @@ def _transform(
         pattern=None if pattern is None else dict(pattern),
     )
     undo: Undo = []
-    try:
-        with torch.no_grad():
-            for site in treated:
-                _split(model, site, undo)
-            after = [s for s in find_sites(model, pattern) if (s.stack, s.layer) in keys] if treated else []
-            entries: list[Entry] = []
-            for site in after:
-                entries += _treat(model, site, variant, fills, undo, values)
-            for name, site in ffn.items():
-                parameter = model.get_parameter(name)
-                kind = "weight" if parameter.dim() >= 2 else "bias"
-                if kind == "weight" or variant.biases == "follow":
-                    _freeze(parameter, undo)
-                    entries.append(_entry(name, "ffn", kind, site, parameter, True, None, values))
+    with torch.no_grad(), _undone_if_it_fails(undo):
+        for site in treated:
+            _split(model, site, undo)
+        after = [s for s in find_sites(model, pattern) if (s.stack, s.layer) in keys] if treated else []
+        entries: list[Entry] = []
+        for site in after:
+            entries += _treat(model, site, variant, fills, undo, values)
+        for name, site in ffn.items():
+            parameter = model.get_parameter(name)
+            kind = "weight" if parameter.dim() >= 2 else "bias"
+            if kind == "weight" or variant.biases == "follow":
+                _freeze(parameter, undo)
+                entries.append(_entry(name, "ffn", kind, site, parameter, True, None, values))
         record.entries = tuple(entries)
         setattr(model, ATTRIBUTE, record)
         undo.append(lambda: delattr(model, ATTRIBUTE))
@@ -139,11 +140,19 @@ def _transform(
             _attach(model, record, undo)
         if not any(p.requires_grad for p in model.parameters()):
             raise MethodError("apply: nothing would be left to train; check the variant and the model's requires_grad")
+    return record, undo
+
+
+@contextmanager
+def _undone_if_it_fails(undo: Undo) -> Iterator[None]:
+    """Ctrl-C too leaves the model as it was."""
+    try:
+        yield
     except BaseException:
-        for step in reversed(undo):
-            step()
+        with torch.no_grad():
+            for step in reversed(undo):
+                step()
         raise
-    return record
 
 
 def _attach(model: nn.Module, record: Record, undo: Undo) -> None:
@@ -189,7 +198,7 @@ def _treated(sites: list[Site], variant: Variant) -> list[Site]:
         stacks = ", ".join(f"{stack} ({count} layers)" for stack, count in counts.items())
         raise MethodError(
             f"apply: the variant matches nothing: layers = {variant.layers!r}, cross = {variant.cross}; "
-            f"the model has {stacks}"
+            f"choose layers of what the model has: {stacks}"
         )
     return found
 

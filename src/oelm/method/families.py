@@ -7,12 +7,13 @@ Refuses to look inside a model further than names and shapes; projections.py doe
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from oelm.errors import MethodError, nearest
 from oelm.method.split import ROLES
@@ -57,6 +58,7 @@ FAMILIES: tuple[Family, ...] = (
         "GPT-2 cross-attention", owner=r"\w*GPT2Attention", q="q_attn", fused="c_attn", roles=("k", "v"), o="c_proj"
     ),
     Family("GPT-2", owner=r"(\w*GPT2|ImageGPT)Attention", fused="c_attn", roles=QKV, o="c_proj"),
+    Family("nanoGPT", owner=r"CausalSelfAttention", fused="c_attn", roles=QKV, o="c_proj"),
     Family(
         "GPT-NeoX, BLOOM, Falcon",
         owner=r"(GPTNeoX|Bloom|Falcon|Persimmon)\w*",
@@ -75,6 +77,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("Llama, Mistral, Qwen, Gemma, OLMo, ViT", q="q_proj", k="k_proj", v="v_proj", o="o_proj"),
     Family("OPT, BART, Whisper, CLIP", q="q_proj", k="k_proj", v="v_proj", o="out_proj"),
     Family("Phi", q="q_proj", k="k_proj", v="v_proj", o="dense"),
+    Family("ModernBERT decoder", owner=r"ModernBert\w*", q="q_proj", k="k_proj", v="v_proj", o="Wo"),
     Family("DeBERTa", q="query_proj", k="key_proj", v="value_proj", o="../output.dense", plain=False),
     Family("DistilBERT", q="q_lin", k="k_lin", v="v_lin", o="out_lin"),
     Family("ALBERT", q="query", k="key", v="value", o="dense"),
@@ -101,7 +104,7 @@ CROSS = re.compile(r"cross_?att|encoder_?attn|encdecatt|encoder_decoder_att", re
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head")
 SCALES = ("scaling", "scale", "inv_norm_factor")
-PATTERN_KEYS = ("q", "k", "v", "o", "qkv", "layout", "heads")
+PATTERN_KEYS = ("q", "k", "v", "o", "kv", "qkv", "layout", "heads")
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -110,6 +113,25 @@ def is_matrix(module: nn.Module) -> bool:
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         return False
     return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+_QUANTISED = re.compile(r"4bit|8bit|awq|gptq|hqq|eetq|fp[48]|quanti[sz]ed|quant\w*linear", re.IGNORECASE)
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """A layer whose own matrix is not plain floating-point numbers: by its values, its class, or where that is from."""
+    kind = type(module)
+    # torch's own output projection is a plain Linear that is called NonDynamicallyQuantizableLinear
+    if kind.__name__.startswith("NonDynamically") or "parametrizations" in module._modules:
+        return False
+    weight = getattr(module, "weight", None)
+    if callable(weight):  # torch.ao's layers compute theirs
+        return kind.__module__.startswith("torch.ao.")
+    if isinstance(weight, Tensor):
+        integers = not (weight.is_floating_point() or weight.is_complex()) or weight.element_size() < 2
+        if integers or type(weight).__module__.startswith("torchao."):
+            return True
+    return isinstance(module, nn.Linear) and bool(_QUANTISED.search(kind.__name__))
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -124,7 +146,8 @@ def whole(holder: Any, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def pattern_family(pattern: Mapping[str, Any]) -> Family:
+def pattern_family(pattern: Mapping[str, Any]) -> Family | None:
+    """The row that a pattern describes; None where it says but how many heads a known family has."""
     given: object = pattern
     if not isinstance(given, Mapping):
         raise MethodError(f'pattern: expected a table such as {{"q": "attn.to_q", "k": "attn.to_k"}}, got {given!r}')
@@ -139,50 +162,77 @@ def pattern_family(pattern: Mapping[str, Any]) -> Family:
     layout = pattern.get("layout", "concat")
     if layout not in ("concat", "groups"):
         raise MethodError(f"pattern: layout {layout!r} is not concat (all q, all k, all v) or groups (head by head)")
-    if ("qkv" in pattern) == bool({"q", "k"} & set(pattern)):
-        raise MethodError("pattern: name q and k (and v, o), or the fused projection as qkv")
-    if "qkv" not in pattern and not {"q", "k"} <= set(pattern):
-        raise MethodError("pattern: name both q and k")
+    if set(pattern) == {"heads"}:
+        return None
+    given_roles = {"q", "k", "v", "kv", "qkv"} & set(pattern)
+    if given_roles not in ({"qkv"}, {"q", "kv"}, {"q", "k"}, {"q", "k", "v"}):
+        raise MethodError("pattern: name q and k (and v, o); where they are fused, qkv alone or q and kv")
     names = {role: pattern.get(role, "") for role in ("q", "k", "v", "o")}
     if "qkv" in pattern:
         return Family("pattern", fused=pattern["qkv"], roles=QKV, layout=layout, o=names["o"])
+    if "kv" in pattern:
+        return Family("pattern", q=names["q"], fused=pattern["kv"], roles=("k", "v"), layout=layout, o=names["o"])
     return Family("pattern", **names)
 
 
-_NOISE = re.compile(r"proj(ection)?|linear|layer|lin|weight|attention|attn|dense|head|fc|to|in|w|_|\d")
-_MEANS = {"q": "q", "query": "q", "queries": "q", "k": "k", "key": "k", "keys": "k", "v": "v", "value": "v"}
-_MEANS |= {"values": "v", "o": "o", "out": "o", "output": "o", "qkv": "qkv", "querykeyvalue": "qkv"}
+_NOISE = (
+    "proj|projection|projections|linear|lin|layer|layers|weight|weights|attention|attn|dense|head|heads|self|multi|"
+    "fc|net|map|mapping|transform|matrix|mat|fn|conv|vector|vec|states|embed|to|in|mixer|w|f"
+)
+_WORDS = re.compile(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]*")
+_SAID = {"q": "q|query|queries", "k": "k|key|keys", "v": "v|value|values", "o": "o|out|output|outputs|c"}
+_SAID |= {"kv": "kv|keyvalue", "qkv": "qkv|querykeyvalue"}
+_MEANS = {word: role for role, words in _SAID.items() for word in words.split("|")}
+_COUNT = re.compile(
+    r"_?(n|num|no|number_of)?_?(q|query|attn|attention|self_attention)?_?heads?|heads?_?(num|count)|n?h", re.IGNORECASE
+)
+_OTHER_ORDER = re.compile(r"kqv|kvq|vkq|vqk|qvk", re.IGNORECASE)
+
+
+@dataclass
+class _Guess:
+    """Ends of module names by role, found in one kind of parent; and what about them is only likely."""
+
+    names: dict[str, str]
+    parent: str
+    doubts: list[str]
 
 
 def nothing_found(model: nn.Module, modules: Mapping[str, nn.Module], pattern: Mapping[str, Any] | None) -> str:
     """What was looked for, the nearest names, and a pattern that would match them."""
     kind = type(model).__name__
-    templates: dict[str, int] = {}
+    matrices: dict[str, list[str]] = {}  # kind of name, its numbers left out -> names
     for name, module in modules.items():
         if is_matrix(module):
-            template = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            templates[template] = templates.get(template, 0) + 1
-    if not templates:
-        return f"no attention projections in {kind}: it has no Linear modules at all"
-    sought = [str(v) for k, v in (pattern or {}).items() if k in ("q", "k", "v", "o", "qkv")]
-    sought = sought or sorted({f.path(r).rpartition("/")[2] for f in FAMILIES for r in ("q", "k") if f.path(r)})
-    guess = _guess(templates)
-    near = [t for t in templates if any(t == v or t.endswith("." + v) for v in guess.values())]
-    if not near:
-        scored = sorted(templates, key=lambda t: -max(_likeness(t, s) for s in sought))
-        near = scored[:4]
-    shown = ", ".join(f"{t} ({templates[t]}x)" for t in near[:6])
-    heads = next((n for m in modules.values() if (n := whole(m, HEADS))), None)
-    if heads is None:
-        heads = whole(getattr(model, "config", None), HEADS)
-    if guess:
-        body = ", ".join(f'"{role}": "{name}"' for role, name in guess.items())
-        body += f', "heads": {heads if heads else "<number of heads>"}'
+            matrices.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "*", name), []).append(name)
+    if not matrices:
+        return f"no attention projections in {kind}: it has no Linear modules at all; exchange its matrices for Linears"
+    guess = _by_name(matrices) or _by_shape(matrices, modules)
+    if guess is not None:
+        near = [_join(guess.parent, last) for last in guess.names.values()]
+        heads, seen = guess_heads(modules, matrices[near[0]][0], fused="qkv" in guess.names)
+        guess.doubts += [] if seen else ["heads"]
+        body = {**guess.names, "heads": heads}
+        if {"qkv", "kv"} & set(guess.names):
+            body["layout"] = "concat"
+            guess.doubts.append('layout ("groups" is head by head)')
     else:
-        last = near[0].rpartition("*.")[2]
-        body = f'"q": "{last}", "k": "<name>", "v": "<name>", "o": "<name>", "heads": <number of heads>'
+        sought = [str(v) for k, v in (pattern or {}).items() if k in ("q", "k", "v", "o", "kv", "qkv")]
+        sought = sought or sorted({f.path(r).rpartition("/")[2] for f in FAMILIES for r in ("q", "k") if f.path(r)})
+        near = sorted(matrices, key=lambda t: -max(_likeness(t, s) for s in sought))[:4]
+        body = {}
+    shown = ", ".join(f"{t} ({len(matrices[t])}x)" for t in near)
     looked = f"pattern {dict(pattern)!r} matches no module" if pattern is not None else "no known family matches"
-    return f"no attention projections found in {kind}: {looked}; nearest modules: {shown}; try pattern={{{body}}}"
+    said = f"no attention projections found in {kind}: {looked}; nearest modules: {shown}; "
+    if not body:
+        return said + 'if it has attention, name its projections: pattern={"q": ..., "k": ..., "v": ..., "heads": ...}'
+    assert guess is not None
+    doubts = f" (guessed, so check: {', '.join(guess.doubts)})" if guess.doubts else ""
+    return f"{said}try pattern={json.dumps(body)}{doubts}"
+
+
+def _join(parent: str, last: str) -> str:
+    return f"{parent}.{last}" if parent else last
 
 
 def _likeness(template: str, sought: str) -> float:
@@ -190,17 +240,73 @@ def _likeness(template: str, sought: str) -> float:
     return difflib.SequenceMatcher(None, last, sought.rpartition(".")[2]).ratio()
 
 
-def _guess(templates: Mapping[str, int]) -> dict[str, str]:
-    """role -> end of a module's name, from names that sound like q, k, v, o within one parent."""
-    by_parent: dict[str, dict[str, str]] = {}
-    for template in templates:
+def _role_of(name: str) -> str | None:
+    """The role that a word of this name says when the words that say nothing are left out; empty: none of it does."""
+    words = [word.lower() for word in _WORDS.findall(name)]
+    telling = [word for word in words if not re.fullmatch(_NOISE, word)]
+    for said in ("".join(telling), *(w.removeprefix("w").removesuffix("w") for w in telling[:1] if len(telling) == 1)):
+        if said in _MEANS:
+            return _MEANS[said]
+    return None if telling else ""
+
+
+def _by_name(matrices: Mapping[str, list[str]]) -> _Guess | None:
+    """From names that sound like q, k, v, o within one parent: the first that has queries and keys."""
+    parents: dict[str, dict[str, str]] = {}
+    for template in matrices:
         parent, _, last = template.rpartition(".")
-        role = _MEANS.get(_NOISE.sub("", last.lower())) or _MEANS.get(last.lower())
+        role = _role_of(last)
+        if role == "" and parent and "*" not in last:  # attn.query.linear
+            parent, _, outer = parent.rpartition(".")
+            role, last = _role_of(outer), f"{outer}.{last}"
         if role:
-            by_parent.setdefault(parent, {}).setdefault(role, last)
-    for found in by_parent.values():
-        if "qkv" in found:
-            return {role: found[role] for role in ("qkv", "o") if role in found}
-        if {"q", "k"} <= set(found):
-            return {role: found[role] for role in ("q", "k", "v", "o") if role in found}
-    return {}
+            parents.setdefault(parent, {}).setdefault(role, last)
+    for roles in (("qkv", "o"), ("q", "kv", "o"), ("q", "k", "v", "o")):
+        for parent, found in parents.items():
+            if set(roles[:-1]) - {"v"} <= set(found):
+                return _Guess({role: found[role] for role in roles if role in found}, parent, [])
+    return None
+
+
+def _by_shape(matrices: Mapping[str, list[str]], modules: Mapping[str, nn.Module]) -> _Guess | None:
+    """From one parent's matrices: one three times as high as wide beside a square one, or three that read one width."""
+    parents: dict[str, dict[str, tuple[int, int]]] = {}
+    for template, names in matrices.items():
+        parent, _, last = template.rpartition(".")
+        weight = modules[names[0]].weight
+        assert isinstance(weight, Tensor)
+        out, width = weight.shape if not is_transposed(modules[names[0]]) else weight.shape[::-1]
+        parents.setdefault(parent, {})[last] = (out, width)
+    for parent, found in parents.items():
+        fused = next(
+            (last for last, (out, width) in found.items() if out == 3 * width and not _OTHER_ORDER.search(last)), None
+        )
+        square = next((last for last, (out, width) in found.items() if out == width), None)
+        if fused is not None and square is not None:
+            return _Guess({"qkv": fused, "o": square}, parent, ["which is qkv, o"])
+    for parent, found in parents.items():
+        widths = {width for _, width in found.values()}
+        if len(found) in (3, 4) and len(widths) == 1 and "*" not in "".join(found):
+            ordered = dict(zip(("q", "k", "v", "o"), found, strict=False))
+            return _Guess(ordered, parent, ["which is q, k, v, o"])
+    return None
+
+
+def guess_heads(modules: Mapping[str, nn.Module], name: str, *, fused: bool) -> tuple[int, bool]:
+    """How many query heads, and whether a module says so: from the projection outwards, else 64 channels a head."""
+    weight = modules[name].weight
+    assert isinstance(weight, Tensor)
+    width = int(min(weight.shape) if fused else weight.shape[1 if is_transposed(modules[name]) else 0])
+    around: list[Any] = []
+    while name:
+        name = name.rpartition(".")[0]
+        around += [modules[name], getattr(modules[name], "config", None)]
+    for holder in (*around, *modules.values()):
+        values = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
+        for key, value in values.items():
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0 and width % value == 0:
+                if _COUNT.fullmatch(str(key)):
+                    return value, True
+                if key in HEAD_DIMS:
+                    return width // value, True
+    return next((width // n for n in (64, 32, 16, 8) if width % n == 0 and width > n), 1), False

@@ -23,7 +23,9 @@ from oelm.method.families import (
     HEADS,
     SCALES,
     Family,
+    guess_heads,
     is_matrix,
+    is_quantised,
     is_transposed,
     nothing_found,
     pattern_family,
@@ -140,17 +142,21 @@ def find_sites(model: nn.Module, pattern: Mapping[str, Any] | None = None) -> li
     """Every attention module of the model, in order. None at all is an error that names the nearest modules."""
     if not isinstance(model, nn.Module):
         raise MethodError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    rows = FAMILIES if pattern is None else (pattern_family(pattern),)
+    own = None if pattern is None else pattern_family(pattern)
+    rows = FAMILIES if own is None else (own,)
     heads = None if pattern is None else pattern.get("heads")
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))  # a shared child is a child of each of its parents
     found = []
+    seen: set[int] = set()
     for name in modules:
         for family in rows:
             parts = _parts(family, name, modules)
             if parts is not None:
-                if pattern is not None:  # the names may be long: the attention module is where q stands
+                if own is not None:  # the names may be long: the attention module is where q stands
                     name = parts["q"].rpartition(".")[0]
-                found.append((family, name, modules[name], parts))
+                if id(modules[name]) not in seen:  # shared whole, as in ALBERT, it is one layer
+                    seen.add(id(modules[name]))
+                    found.append((family, name, modules[name], parts))
                 break
     if not found:
         raise MethodError(nothing_found(model, modules, pattern))
@@ -217,19 +223,20 @@ def _is_cross(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _require_matrix(module: nn.Module, path: str) -> None:
-    weight = getattr(module, "weight", None)
     kind = type(module).__name__
     if hasattr(module, "base_layer"):
         raise MethodError(f"{path} is a {kind} around another layer; merge or unload the adapter first")
-    floating = isinstance(weight, Tensor) and weight.is_floating_point()
-    kinds = kind + type(getattr(weight, "data", None)).__name__
-    if kind != "NonDynamicallyQuantizableLinear" and re.search(r"4bit|8bit|quant|awq|gptq", kinds, re.IGNORECASE):
-        floating = False
-    if not floating:
+    if hasattr(module, "parametrizations"):
+        raise MethodError(
+            f"{path}: its weight is computed by a parametrization; "
+            "make it plain first with torch.nn.utils.parametrize.remove_parametrizations"
+        )
+    if is_quantised(module):
         raise MethodError(f"{path} is a quantised layer ({kind}); apply the method to a model loaded in full precision")
     if not is_matrix(module):
         raise MethodError(
-            f"{path} is a {kind}, not a Linear with a two-dimensional weight; it cannot be drawn or frozen"
+            f"{path} is a {kind}, not a Linear with a two-dimensional weight, so it cannot be drawn or frozen; "
+            "exchange it for a Linear, or name the Linears within with pattern"
         )
 
 
@@ -274,9 +281,10 @@ def _heads(
     if fused and "o" not in paths:
         total = _in_features(query)
     if heads is None and head_dim is None:
+        likely, seen = guess_heads(modules, paths["q"], fused=fused)
         raise MethodError(
-            f"{where}: how many heads it has cannot be seen (looked for {', '.join(HEADS)}); "
-            'say it with pattern={..., "heads": n}'
+            f"{where}: how many heads it has cannot be seen (looked for {', '.join(HEADS)}); say it with "
+            f'pattern={{"heads": {likely}}}{"" if seen else f" ({likely} is a guess)"}'
         )
     if given is not None or head_dim is None:
         assert heads is not None
@@ -391,36 +399,64 @@ def _label(prefix: str) -> str:
 
 def feed_forward(sites: list[Site], model: nn.Module) -> dict[str, Site]:
     """Names of the feed-forward's parameters, each with the site of its block."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, Site] = {}
     for site in sites:
         if site.cross:
             continue
-        for path in FEED_FORWARD:
-            root = _join(site.block, path) if site.block else path
-            if root not in modules:
+        for path in (_join(around, path) for around in _around(site) for path in FEED_FORWARD):
+            if path not in modules:
                 continue
-            for name, module in modules[root].named_modules(prefix=root):
+            for name, module in modules[path].named_modules(prefix=path):
                 own = dict(module.named_parameters(recurse=False))
                 if any(parameter.dim() >= 2 for parameter in own.values()):
                     found.update({f"{name}.{leaf}": site for leaf in own})
     return found
 
 
-def shared_names(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names by which two different modules hold one parameter, or two that begin at one place in memory."""
+def _around(site: Site) -> list[str]:
+    """The block, and list items inside it on the way to the attention: ALBERT's groups hold blocks of their own."""
+    names = site.name.split(".")
+    start = len(site.block.split(".")) if site.block else 0
+    return [site.block] + [".".join(names[: i + 1]) for i in range(start, len(names)) if names[i].isdigit()]
+
+
+def shared_modules(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of paths by which two parents, or one parent twice, hold one module."""
     first: dict[int, str] = {}
+    for path, module in model.named_modules():  # every parent once
+        for leaf, child in module._modules.items():
+            if child is None:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            if id(child) in first:
+                yield first[id(child)], name
+            else:
+                first[id(child)] = name
+
+
+def shared_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of names by which two different modules hold one parameter, or two that overlap in memory."""
+    first: dict[int, str] = {}
+    spans: list[tuple[int, int, int, str]] = []
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{leaf}" if path else leaf
-            place = _place(parameter)
-            if place in first:
-                yield first[place], name
-            else:
-                first[place] = name
-
-
-def _place(parameter: nn.Parameter) -> int:
-    """Where its values are; where there are none (meta, wrapped tensors) the parameter itself."""
-    plain = type(parameter.data) is Tensor and not parameter.is_meta and parameter.numel()
-    return parameter.data_ptr() if plain else id(parameter)
+            if id(parameter) in first:
+                yield first[id(parameter)], name
+                continue
+            first[id(parameter)] = name
+            # where there are no values (meta) or they are wrapped, only the parameter itself can be compared
+            if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
+                start = int(parameter.storage_offset()) * parameter.element_size()
+                reach = (
+                    sum(int(n - 1) * int(step) for n, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+                )
+                place = parameter.untyped_storage().data_ptr()
+                spans.append((place, start, start + reach * parameter.element_size(), name))
+    widest = (0, 0, 0, "")
+    for span in sorted(spans):
+        if span[0] == widest[0] and span[1] < widest[2]:
+            yield widest[3], span[3]
+        if span[0] != widest[0] or span[2] > widest[2]:
+            widest = span

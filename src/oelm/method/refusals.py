@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from oelm.errors import MethodError
-from oelm.method.projections import Site, shared_names
+from oelm.method.families import is_quantised
+from oelm.method.projections import Site, shared_modules, shared_names
 from oelm.method.record import record_of
 from oelm.method.split import ROLES
 from oelm.method.variant import Variant
@@ -32,8 +33,14 @@ def refuse_model(model: nn.Module) -> None:
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise MethodError("apply: the model is quantised; load it in full precision")
     for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
+        if type(parameter).__name__ == "DTensor":
             raise MethodError(f"apply: {name} is sharded already; apply first, shard after")
+    for name, module in model.named_modules():
+        if is_quantised(module):
+            raise MethodError(
+                f"apply: {name or 'the model'} is a quantised layer ({type(module).__name__}); "
+                "apply the method to a model loaded in full precision"
+            )
 
 
 def touched_roles(variant: Variant) -> tuple[str, ...]:
@@ -62,10 +69,20 @@ def refuse_parts(sites: list[Site], variant: Variant) -> None:
 
 
 def _refuse_slices(site: Site, where: str) -> None:
-    if not site.family.plain or site.family.name == "pattern":
+    if isinstance(site.module, nn.MultiheadAttention):
+        raise MethodError(
+            f"{where}: torch's MultiheadAttention computes its projections inside one function, "
+            "so a slice cannot take their place; use another init"
+        )
+    if site.family.name == "pattern":
+        raise MethodError(
+            f"{where}: whether q and k are plain products with the hidden state cannot be seen in a model outside the "
+            'known families, so init = "slices" cannot take their place; use another init'
+        )
+    if not site.family.plain:
         raise MethodError(
             f"{where}: in {site.family.name} models q and k are not plain products with the hidden state, "
-            'so init = "slices" cannot take their place'
+            'so init = "slices" cannot take their place; use another init'
         )
     for role in ("q", "k"):
         rows = site.parts[role].rows()
@@ -73,17 +90,26 @@ def _refuse_slices(site: Site, where: str) -> None:
         if rows.shape[-1] != site.n_heads * site.head_dim:
             raise MethodError(
                 f"{where}: slices need a width of heads * head_dim = {site.n_heads * site.head_dim}, "
-                f"and {role} reads {rows.shape[-1]} channels"
+                f"and {role} reads {rows.shape[-1]} channels; use another init"
             )
 
 
 def refuse_shared(model: nn.Module, sites: list[Site], ffn: Mapping[str, Site], variant: Variant) -> None:
-    """A parameter that something else uses too must be neither drawn nor frozen."""
-    ours = set(ffn)
+    """A parameter that something else uses too must be neither drawn nor frozen.
+
+    A whole attention module (or block) that stands in several places is one layer, as in ALBERT, and no harm.
+    """
+    ours = {name: site.block for name, site in ffn.items()}
     for site in sites:
         for role in touched_roles(variant):
-            ours |= {site.parts[role].name, site.parts[role].bias_path}
-    for first, second in shared_names(model):
+            ours[site.parts[role].name] = site.name
+            if variant.biases == "follow":
+                ours[site.parts[role].bias_path] = site.name
+    pairs = list(shared_names(model))
+    for first, second in shared_modules(model):
+        inside = [name for name, unit in ours.items() if not f"{unit}.".startswith(f"{first}.")]
+        pairs += [(name, second + name[len(first) :]) for name in inside if name.startswith(f"{first}.")]
+    for first, second in pairs:
         hit = next((name for name in (first, second) if name in ours), None)
         if hit is not None:
             other = second if hit == first else first

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oelm.method.projections import Part, Site, feed_forward, find_sites
+from oelm.method.projections import Part, Site, feed_forward, find_sites, shared_modules
 from oelm.method.record import Record
 from oelm.method.split import ROLES, Slice
 from oelm.method.variant import Variant, name_of
@@ -264,6 +264,9 @@ def _warnings(model: nn.Module, sites: list[Site], treated: list[Site], variant:
     layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     if isinstance(repeats, int) and isinstance(layers, int) and layers > len(sites):
         found.append(f"{layers} layers share {len(sites)} set{'s' if len(sites) > 1 else ''} of parameters")
+    for name, other in shared_modules(model):
+        if treated and any(f"{site.name}.".startswith(f"{name}.") for site in treated):
+            found.append(f"{other} is {name} itself: what is done to one is done to both")
     if treated and any(getattr(site.module, "share_att_key", False) for site in treated):
         found.append("q and k also project the relative positions here: what is done to them is done to both")
     if variant.init == "slices" and any(site.n_kv_heads != site.n_heads for site in treated):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Schedule:
         record, holder = record_of(model), holder_of(model)
         if record is None or holder is None:
             raise MethodError("schedule: the model is not converted; call oelm.apply(model, variant) first")
-        if total_steps is not None and (isinstance(total_steps, bool) or total_steps < 1):
+        if total_steps is not None and not (_is_whole(total_steps) and total_steps >= 1):
             raise ConfigError(f"schedule: total_steps must be a whole number above 0, got {total_steps!r}")
         self._model = holder
         self._boundaries = _boundaries(record, total_steps)
@@ -47,6 +48,8 @@ class Schedule:
 
     def step(self, n: int) -> list[str]:
         """Set what trains at step n; the names that changed. Calling it again, or after a resume, is safe."""
+        if not _is_whole(n):
+            raise ConfigError(f"schedule: the step must be a whole number, got {n!r}")
         due = set(self.due(n))
         parameters = named_parameters(self._model)
         changed = []
@@ -59,6 +62,10 @@ class Schedule:
         if changed:
             torch._dynamo.reset()  # torch before 2.13 keeps its graph and silently ignores a thaw
         return changed
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's count too
 
 
 def schedule(model: nn.Module, total_steps: int | None = None) -> Schedule:

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from oelm.errors import ConfigError, nearest
 
@@ -28,8 +28,9 @@ _LARGEST = sys.float_info.max
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
-        shown = _shown(value)
-        raise ConfigError(f"variant.{what}: {shown} is not one of {', '.join(allowed)}; {nearest(shown, allowed)}")
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        hint = f"; {hint}" if hint.startswith("did") else ""
+        raise ConfigError(f"variant.{what}: {_shown(value)} is not one of {', '.join(allowed)}{hint}")
 
 
 def _number(what: str, value: object) -> float:
@@ -47,8 +48,19 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
+class _Named:
+    """A value whose fields are given by name; a wrong name is one line with the nearest right one."""
+
+    def __new__(cls, *unnamed: object, **values: object) -> Self:
+        where = "variant.thaw" if cls.__name__ == "Thaw" else "variant"
+        if unnamed:
+            raise ConfigError(f"{where}: fields are given by name, as in {cls.__name__}({_known(cls)[0]}=...)")
+        _refuse_unknown(values, _known(cls), where)
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Thaw:
+class Thaw(_Named):
     """When frozen layers begin to train.
 
     `start` and `end` are steps when whole numbers, fractions of the budget when floats in [0, 1].
@@ -73,7 +85,7 @@ class Thaw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class Variant(_Named):
     """One treatment of attention's projections.
 
     roles   which matrices `init` draws anew (or `keep`s)
@@ -83,6 +95,7 @@ class Variant:
     tie     K uses Q's matrix
     freeze  which matrices never train (or train from `thaw` on)
     layers  where matrices are drawn, tied and frozen: all | first:n | last:n | every:n | except-first:n | except-last:n | a list of layer numbers
+            (numbers count from 0, negative ones from the end; every:2 is the second layer, the fourth, and so on)
     addons  few trained scalars beside the matrices of every layer: shift-keys, head-gain, channel-gain
     biases  follow: a bias is zeroed by a fresh draw and frozen with its matrix; train: biases are left alone
     cross   whether cross-attention is treated too
@@ -142,8 +155,14 @@ class Variant:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
+        if not self.roles and self.init != "keep":
+            raise ConfigError(f'variant.roles: names nothing that init = "{self.init}" could draw; use init = "keep"')
         if self.tie and not {"q", "k"} <= set(self.roles):
             raise ConfigError("variant.tie: K can use Q's matrix only when roles has both q and k")
+        if self.tie and self.freeze in ("q", "k"):
+            raise ConfigError(
+                f'variant.freeze: under tie K is Q\'s matrix, so {self.freeze!r} alone cannot be frozen; use "qk" or "none"'
+            )
         if self.tie and self.init == "slices":
             raise ConfigError(
                 'variant.tie: init = "slices" has no matrices to tie; its heads read one slice for both already'
@@ -201,7 +220,7 @@ class Variant:
         return found
 
 
-def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
+def _refuse_unknown(data: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in data:
         if key not in known:
             name = key if isinstance(key, str) else _shown(key)
@@ -209,8 +228,12 @@ def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> Non
 
 
 def _build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
-    _refuse_unknown(data, {f.name for f in fields(cls)}, where)
+    _refuse_unknown(data, _known(cls), where)
     return cls(**data)
+
+
+def _known(cls: type[Any]) -> list[str]:
+    return [f.name for f in fields(cls)]
 
 
 def parse_layers(layers: object) -> None:
