@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from oelm.method.record import digest as digest
 from oelm.method.record import holder_of as holder_of
 from oelm.method.record import record_of as record_of
 from oelm.method.record import verify as verify
+from oelm.method.record import versions
 from oelm.method.refusals import refuse_model, refuse_parts, refuse_shared, touched_roles
 from oelm.method.report import Report as Report
 from oelm.method.report import logit_std as logit_std
@@ -116,7 +116,7 @@ def _transform(
         model=type(model).__name__,
         families=tuple(dict.fromkeys(site.family.name for site in sites)),
         entries=(),
-        versions=_versions(),
+        versions=versions(),
         pattern=None if pattern is None else dict(pattern),
     )
     undo: Undo = []
@@ -397,12 +397,3 @@ def _entry(
         tied=tied,
         zeros=zeros,
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__), "numpy": np.__version__}
-    try:
-        found["oelm"] = version("oelm")
-    except PackageNotFoundError:
-        found["oelm"] = "unknown"
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -419,44 +419,3 @@ def _around(site: Site) -> list[str]:
     names = site.name.split(".")
     start = len(site.block.split(".")) if site.block else 0
     return [site.block] + [".".join(names[: i + 1]) for i in range(start, len(names)) if names[i].isdigit()]
-
-
-def shared_modules(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of paths by which two parents, or one parent twice, hold one module."""
-    first: dict[int, str] = {}
-    for path, module in model.named_modules():  # every parent once
-        for leaf, child in module._modules.items():
-            if child is None:
-                continue
-            name = f"{path}.{leaf}" if path else leaf
-            if id(child) in first:
-                yield first[id(child)], name
-            else:
-                first[id(child)] = name
-
-
-def shared_names(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names by which two different modules hold one parameter, or two that overlap in memory."""
-    first: dict[int, str] = {}
-    spans: list[tuple[int, int, int, str]] = []
-    for path, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{path}.{leaf}" if path else leaf
-            if id(parameter) in first:
-                yield first[id(parameter)], name
-                continue
-            first[id(parameter)] = name
-            # where there are no values (meta) or they are wrapped, only the parameter itself can be compared
-            if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
-                start = int(parameter.storage_offset()) * parameter.element_size()
-                reach = (
-                    sum(int(n - 1) * int(step) for n, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-                )
-                place = parameter.untyped_storage().data_ptr()
-                spans.append((place, start, start + reach * parameter.element_size(), name))
-    widest = (0, 0, 0, "")
-    for span in sorted(spans):
-        if span[0] == widest[0] and span[1] < widest[2]:
-            yield widest[3], span[3]
-        if span[0] != widest[0] or span[2] > widest[2]:
-            widest = span

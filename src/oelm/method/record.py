@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -122,6 +124,16 @@ class Record:
             raise CheckpointError(
                 f"the record is damaged ({type(error).__name__}: {error}); use another copy"
             ) from None
+
+
+def versions() -> dict[str, str]:
+    """What the bits of a draw may depend on, and this package."""
+    found = {"torch": str(torch.__version__), "numpy": np.__version__}
+    try:
+        found["oelm"] = version("oelm")
+    except PackageNotFoundError:
+        found["oelm"] = "unknown"
+    return found
 
 
 def record_of(model: nn.Module) -> Record | None:

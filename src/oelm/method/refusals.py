@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from oelm.errors import MethodError
 from oelm.method.families import is_quantised
-from oelm.method.projections import Site, shared_modules, shared_names
+from oelm.method.projections import Site
 from oelm.method.record import record_of
 from oelm.method.split import ROLES
 from oelm.method.variant import Variant
@@ -116,3 +116,44 @@ def refuse_shared(model: nn.Module, sites: list[Site], ffn: Mapping[str, Site], 
             raise MethodError(
                 f"apply: {hit} is shared with {other}; untie them, or leave its layer out with variant.layers"
             )
+
+
+def shared_modules(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of paths by which two parents, or one parent twice, hold one module."""
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():  # every parent once
+        for leaf, child in module._modules.items():
+            if child is None:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            if id(child) in first:
+                yield first[id(child)], name
+            else:
+                first[id(child)] = name
+
+
+def shared_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of names by which two different modules hold one parameter, or two that overlap in memory."""
+    first: dict[int, str] = {}
+    spans: list[tuple[int, int, int, str]] = []
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{leaf}" if path else leaf
+            if id(parameter) in first:
+                yield first[id(parameter)], name
+                continue
+            first[id(parameter)] = name
+            # where there are no values (meta) or they are wrapped, only the parameter itself can be compared
+            if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
+                start = int(parameter.storage_offset()) * parameter.element_size()
+                reach = (
+                    sum(int(n - 1) * int(step) for n, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+                )
+                place = parameter.untyped_storage().data_ptr()
+                spans.append((place, start, start + reach * parameter.element_size(), name))
+    widest = (0, 0, 0, "")
+    for span in sorted(spans):
+        if span[0] == widest[0] and span[1] < widest[2]:
+            yield widest[3], span[3]
+        if span[0] != widest[0] or span[2] > widest[2]:
+            widest = span

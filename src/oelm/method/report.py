@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oelm.method.projections import Part, Site, feed_forward, find_sites, shared_modules
+from oelm.method.projections import Part, Site, feed_forward, find_sites
 from oelm.method.record import Record
+from oelm.method.refusals import shared_modules
 from oelm.method.split import ROLES, Slice
 from oelm.method.variant import Variant, name_of
 
