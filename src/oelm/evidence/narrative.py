@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from oelm.evidence.paired import Interval
 from oelm.evidence.results import Row, Table
-from oelm.evidence.statistics import ALPHA, BETTER, NOT_WORSE, REFUSED, UNDECIDED, VERDICTS, WORSE, Comparison
+from oelm.evidence.statistics import ALPHA, BETTER, COMPARED, NOT_WORSE, REFUSED, UNDECIDED, VERDICTS, WORSE, Comparison
 from oelm.study.rows import Study
 
 
@@ -57,7 +57,8 @@ def margin(c: Comparison) -> str:
 def answer(comparisons: Sequence[Comparison], results: Table) -> list[str]:
     """Three sentences: the first declared comparison, the whole family, and how far to trust them."""
     primary = [c for c in comparisons if c.primary]
-    sentences = [_first(primary), _family(primary), _trend(comparisons) or _basis(results)]
+    compared = [row for row in results.rows if row["purpose"] in COMPARED and row["status"] != "missing"]
+    sentences = [_first(primary if compared else []), _family(primary), _trend(comparisons) or _basis(results)]
     if any(c.demonstration for c in primary) or _untrue(results):
         sentences[0] = f"{DEMONSTRATION} {sentences[0]}"
     return sentences
@@ -154,7 +155,7 @@ def deviations(study: Study, comparisons: Sequence[Comparison], results: Table) 
         found.append(
             f"{len(strays)} runs in the folder are not in the plan and are compared with nothing: {_some(strays)}."
         )
-    arms = {row["arm"] for row in results.rows if row["purpose"] in ("compare", "original")}
+    arms = {row["arm"] for row in results.rows if row["purpose"] in COMPARED}
     waiting = [arm for arm in study.arm_names() if arm not in arms]
     if waiting and study.tuning:
         found.append(f"Comparison runs are not planned yet for {', '.join(waiting)}: their tuning is not finished.")
