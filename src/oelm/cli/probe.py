@@ -30,7 +30,7 @@ def probe(
     from dataclasses import asdict, replace
 
     from oelm.cli import output
-    from oelm.evidence import probes
+    from oelm.evidence import headmaps, probes
     from oelm.evidence.labels import variant_label
     from oelm.evidence.report import write_page
 
@@ -45,7 +45,7 @@ def probe(
         found.append(one)
         if text is not None:
             maps[name] = probes.maps_of(model, settings, ids, given)
-    write_page(probes.as_view(found, maps), out, "probes.html.j2")
+    write_page(headmaps.as_view(found, maps), out, "probes.html.j2")
     if json:
         output.as_json([_finite(asdict(one)) for one in found])
     else:

@@ -1,13 +1,15 @@
-"""Figures of single heads: layers by heads on one scale, and attention maps of a text. For the probes."""
+"""The probes' page: layers by heads on one scale, attention maps of a text, and what was measured, arms side by side."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from oelm.evidence.drawing import Figure, figure, mesh, readable
+from oelm.evidence.probes import GRIDS, Grid, Probe
 
 
 if TYPE_CHECKING:
@@ -70,3 +72,40 @@ def attention_map(name: str, title: str, layers: Sequence[Any], tokens: Sequence
         width=1.5 * len(layers[0]) + 1,
         height=1.5 * len(layers) + 0.4,
     )
+
+
+def as_view(probes: Sequence[Probe], maps: Mapping[str, tuple[Any, Sequence[str]]] | None = None) -> dict[str, Any]:
+    """What the probes' page shows, arms side by side; `maps`: attention (layers, heads, T, T) and tokens by arm."""
+    made: list[Figure] = []
+    for name, (title, caption) in GRIDS.items():
+        grids = {one.name: np.asarray(one.grids()[name], dtype=float) for one in probes}
+        drawn = {arm: values for arm, values in grids.items() if np.isfinite(values).any()}
+        if drawn:
+            made.append(head_grids(f"probe-{name}", title, caption, drawn))
+    for number, (title, (grid, tokens)) in enumerate((maps or {}).items()):
+        made.append(attention_map(f"map-{number}", f"Attention of {title}", grid, tokens))
+    return {
+        "title": "Probes: " + ", ".join(one.name for one in probes),
+        "figures": made,
+        "lines": [
+            {
+                "name": one.name,
+                "variant": one.variant,
+                "loss": _shown(one.loss),
+                "recall": _shown(one.recall_loss),
+                "other": _shown(one.other_loss),
+                "share": "–" if one.recall_share is None else f"{100 * one.recall_share:.1f} %",
+                "prefix": _best(one.prefix_matching),
+                "by_pairs": ", ".join(f"{pairs}: {100 * value:.1f} %" for pairs, value in one.recall.items()) or "–",
+            }
+            for one in probes
+        ],
+    }
+
+
+def _best(grid: Grid) -> str:
+    return _shown(max((value for layer in grid for value in layer if math.isfinite(value)), default=None))
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

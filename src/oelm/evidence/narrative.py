@@ -31,7 +31,11 @@ def difference(c: Comparison, value: float) -> str:
 
 
 def interval(c: Comparison, bounds: Interval | None) -> str:
-    return "–" if bounds is None else f"{difference(c, bounds[0])} to {difference(c, bounds[1])}"
+    """Both ends in that unit, which is said once."""
+    if bounds is None:
+        return "–"
+    low, high = (difference(c, bound) for bound in bounds)
+    return f"{low.split()[0]} to {high}"
 
 
 def over_examples(c: Comparison) -> str:

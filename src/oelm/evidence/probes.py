@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -349,45 +349,6 @@ def reading_of(run: Run, text: str | None, *, rows: int = 8) -> tuple[Tensor, di
     batch = next(iter(load(run.data).eval_batches("test", rows)))
     beside = {key: torch.as_tensor(np.asarray(batch[key])) for key in ("mask", "types", "last") if key in batch}
     return torch.as_tensor(np.asarray(batch["inputs"])).long(), beside
-
-
-def as_view(probes: Sequence[Probe], maps: Mapping[str, tuple[Any, Sequence[str]]] | None = None) -> dict[str, Any]:
-    """What the probes' page shows, arms side by side; `maps`: attention (layers, heads, T, T) and tokens by arm."""
-    from oelm.evidence import headmaps
-
-    made = []
-    for name, (title, caption) in GRIDS.items():
-        grids = {one.name: np.asarray(one.grids()[name], dtype=float) for one in probes}
-        drawn = {arm: values for arm, values in grids.items() if np.isfinite(values).any()}
-        if drawn:
-            made.append(headmaps.head_grids(f"probe-{name}", title, caption, drawn))
-    for number, (title, (grid, tokens)) in enumerate((maps or {}).items()):
-        made.append(headmaps.attention_map(f"map-{number}", f"Attention of {title}", grid, tokens))
-    return {
-        "title": "Probes: " + ", ".join(one.name for one in probes),
-        "figures": made,
-        "lines": [
-            {
-                "name": one.name,
-                "variant": one.variant,
-                "loss": _shown(one.loss),
-                "recall": _shown(one.recall_loss),
-                "other": _shown(one.other_loss),
-                "share": "–" if one.recall_share is None else f"{100 * one.recall_share:.1f} %",
-                "prefix": _best(one.prefix_matching),
-                "by_pairs": ", ".join(f"{pairs}: {100 * value:.1f} %" for pairs, value in one.recall.items()) or "–",
-            }
-            for one in probes
-        ],
-    }
-
-
-def _best(grid: Grid) -> str:
-    return _shown(max((value for layer in grid for value in layer if math.isfinite(value)), default=None))
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
 
 
 def maps_of(

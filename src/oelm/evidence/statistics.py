@@ -1,6 +1,6 @@
 """From a table of runs to verdicts in words, by fixed rules (docs/evidence.md says them in prose).
 
-Owns pairing, the choice of rates, the rules. Refuses a verdict from fewer than three pairs, from mixed data or
+Owns the comparisons, their families, the rules. Refuses a verdict from fewer than three pairs, from mixed data or
 versions (unless allowed, and then it says so) and from rates chosen on the seeds that are compared.
 """
 
@@ -12,14 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from oelm.evidence import paired
 from oelm.evidence.labels import budget_of, stratum_of
 from oelm.evidence.paired import Estimate, OverExamples
+from oelm.evidence.pairs import Point, one_rate, over_examples, pairs_of, point, without_number
 from oelm.evidence.results import Row, Table, settings_columns
 from oelm.study.rows import BUDGETS, HIGHER_IS_BETTER, Contrast, Margin, Study, axis_label, cells
-from oelm.train.examples import unpack
 from oelm.train.run import Run
 from oelm.values import canonical
 
@@ -31,15 +29,6 @@ BETTER, WORSE, NOT_WORSE, UNDECIDED, REFUSED = "better", "worse", "no worse than
 VERDICTS = (BETTER, NOT_WORSE, WORSE, UNDECIDED, REFUSED)
 UNTRUE_DATA = ("demo", "synthetic")
 COMPARED = ("compare", "original")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One pair: the same seed and data order in both arms."""
-
-    seed: int
-    value: float
-    reference: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,10 +236,10 @@ def _compare(
     metric, notes = _split(f"{contrast.split}.{measured}", done), _notes(study, sides)
     if metric != f"{contrast.split}.{measured}":
         notes.append(f"no run recorded {contrast.split}.{measured}: compared on {metric}")
-    pairs, unpaired = _pairs(sides, metric)
-    points = [_point(seed, of_seed, metric) for seed, of_seed in pairs.items()]
-    lost = [_count(side, "diverged") + _without_number(side, metric) for side in sides]
-    if any(_without_number(side, metric) for side in sides):
+    pairs, unpaired = pairs_of(sides, metric)
+    points = [point(seed, of_seed, metric) for seed, of_seed in pairs.items()]
+    lost = [_count(side, "diverged") + without_number(side, metric) for side in sides]
+    if any(without_number(side, metric) for side in sides):
         notes.append(f"a finished run without a finite {metric} counts as diverged")
     margin = _margin(study.margin, contrast, points)
     mixed = _mixed(done)
@@ -268,8 +257,8 @@ def _compare(
         lower_is_better=lower,
         as_perplexity=contrast.metric == "perplexity",
         margin=margin,
-        rate=_one_rate(sides[0]),
-        reference_rate=_one_rate(sides[1]),
+        rate=one_rate(sides[0]),
+        reference_rate=one_rate(sides[1]),
         points=tuple(points),
         unpaired=tuple(unpaired),
         diverged=(lost[0], lost[1]),
@@ -284,7 +273,7 @@ def _compare(
         return base
     differences = [p.value - p.reference for p in points]
     estimate = paired.estimate(differences, margin=margin, lower_is_better=lower, level=LEVEL)
-    return replace(base, estimate=estimate, examples=_over_examples(results, pairs, metric, margin))
+    return replace(base, estimate=estimate, examples=over_examples(results, pairs, metric, margin, LEVEL))
 
 
 def _margin(declared: Margin | None, contrast: Contrast, points: Sequence[Point]) -> float | None:
@@ -311,42 +300,6 @@ def _split(metric: str, done: list[Row]) -> str:
     return f"validation.{metric.split('.', 1)[1]}"
 
 
-def _pairs(sides: list[list[Row]], metric: str) -> tuple[dict[int, list[tuple[Row, Row]]], list[int]]:
-    """By seed, the runs that both arms finished (several where the rate is an axis); and the seeds of runs without partner."""
-    found: list[dict[tuple[int, float], Row]] = []
-    tuned = all(_one_rate(side) is not None for side in sides)
-    for side in sides:
-        finished = [row for row in side if row["status"] == "done" and row.get(metric) is not None]
-        found.append({(row["seed"], 0.0 if tuned else row["lr"]): row for row in finished})
-    pairs: dict[int, list[tuple[Row, Row]]] = {}
-    for key in sorted(found[0].keys() & found[1].keys()):
-        pairs.setdefault(key[0], []).append((found[0][key], found[1][key]))
-    return pairs, sorted({seed for seed, _ in found[0].keys() ^ found[1].keys()})
-
-
-def _point(seed: int, pairs: list[tuple[Row, Row]], metric: str) -> Point:
-    """A seed's values; where the rate is an axis, their means over the rates that both arms have."""
-    value, reference = (math.fsum(float(row[metric]) for row in side) / len(side) for side in zip(*pairs, strict=True))
-    return Point(seed=seed, value=value, reference=reference)
-
-
-def _over_examples(
-    results: Table, pairs: Mapping[int, list[tuple[Row, Row]]], metric: str, margin: float | None
-) -> OverExamples | None:
-    """The paired bootstrap over one test set's examples; None where a run did not keep them, or kept others."""
-    rows = [row for of_seed in pairs.values() for pair in of_seed for row in pair]
-    kept = {row["run_id"]: results.right[row["run_id"]] for row in rows if row["run_id"] in results.right}
-    sets = {(row.get("fingerprint"), kept.get(row["run_id"], (0, ""))[0]) for row in rows}
-    if metric != "test.accuracy" or len(kept) < len(rows) or len(sets) != 1:
-        return None
-    right = {run_id: unpack(text, count).astype(float) for run_id, (count, text) in kept.items()}
-    of_seeds = [
-        np.mean([right[row["run_id"]] - right[reference["run_id"]] for row, reference in of_seed], axis=0)
-        for of_seed in pairs.values()
-    ]
-    return paired.over_examples(np.mean(of_seeds, axis=0), margin=margin, level=LEVEL)
-
-
 def _mixed(rows: list[Row]) -> list[str]:
     found = []
     for what, key in (("data fingerprints", "fingerprint"), ("oelm versions", "oelm"), ("torch versions", "torch")):
@@ -363,7 +316,7 @@ def _notes(study: Study, sides: list[list[Row]]) -> list[str]:
     if study.tuning:
         tried = study.tuning.rates
         for side in sides:
-            rate = _one_rate(side)
+            rate = one_rate(side)
             if len(tried) > 1 and rate in (min(tried), max(tried)):
                 notes.append(f"{side[0]['arm']}'s best rate {rate:g} is at the edge of those tried")
     else:
@@ -382,17 +335,8 @@ def _notes(study: Study, sides: list[list[Row]]) -> list[str]:
     return notes
 
 
-def _one_rate(rows: list[Row]) -> float | None:
-    rates = {row["lr"] for row in rows}
-    return rates.pop() if len(rates) == 1 else None
-
-
 def _count(rows: list[Row], status: str) -> int:
     return sum(row["status"] == status for row in rows)
-
-
-def _without_number(rows: list[Row], metric: str) -> int:
-    return sum(row["status"] == "done" and row.get(metric) is None for row in rows)
 
 
 def _larger(one: float | None, other: float | None) -> float | None:

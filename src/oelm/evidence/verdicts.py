@@ -1,4 +1,4 @@
-"""Verdicts of a study as plain data (for --json) and as a table on the terminal."""
+"""Verdicts of a study as plain data (for --json) and as lines on the terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _plain(c: Comparison) -> dict[str, Any]:
         "difference": narrative.difference(c, e.mean) if e else None,
         "interval": narrative.interval(c, e.t_interval) if e else None,
         "over_examples": narrative.over_examples(c) if c.examples else None,
-        "p": f"{narrative.p_value(e.p)} / {narrative.p_value(e.p_smallest)}" if e else "–",
+        "p": f"{narrative.p_value(e.p)} (the smallest with n: {narrative.p_value(e.p_smallest)})" if e else None,
+        "place": c.place,
         "n": c.n,
         "said": c.said,
     }
@@ -41,27 +42,26 @@ def _plain(c: Comparison) -> dict[str, Any]:
 def show(said: dict[str, Any]) -> None:
     """Answer and verdicts for a person at the terminal."""
     from rich.console import Console
-    from rich.table import Table as Lines
+    from rich.padding import Padding
     from rich.text import Text
 
     console = Console()
     console.print(Text(visible(said["study"]), style="bold"), Text(visible(said["question"])))
     for sentence in said["answer"]:
         console.print(Text(visible(sentence)))
-    budgets = {c["budget"] for c in said["comparisons"]}
-    lines = Lines(show_edge=False, pad_edge=False, box=None)
-    examples = any(c["shown"]["over_examples"] for c in said["comparisons"])
-    over = ("over examples",) if examples else ()
-    for head in ("comparison", "n", "difference", "95 % t interval", *over, "p / smallest", "Holm p", "verdict"):
-        lines.add_column(head, no_wrap=head not in ("comparison", "verdict"))
     for c in said["comparisons"]:
-        shown = c["shown"]
-        pair = f"{c['arm']} against {c['against']}" + (f", {c['budget']}" if len(budgets) > 1 else "")
-        cells = [pair, str(shown["n"]), shown["difference"] or "–", shown["interval"] or "–"]
-        cells += [shown["over_examples"] or "–"] if examples else []
-        cells += [shown["p"], narrative.p_value(c["p_holm"]), shown["said"]]
-        lines.add_row(*(Text(visible(cell)) for cell in cells))
-    if said["comparisons"]:
-        console.print(lines)
-        if len(budgets) == 1:
-            console.print(Text(visible(f"all at {budgets.pop()}"), style="dim"))
+        console.print(Text(visible(f"{c['arm']} against {c['against']}: {c['shown']['said']}"), style="bold"))
+        for line in _numbers(c):
+            console.print(Padding(Text(visible(line)), (0, 0, 0, 2), expand=False))
+
+
+def _numbers(c: dict[str, Any]) -> list[str]:
+    """What a verdict rests on, a line each."""
+    shown = c["shown"]
+    lines = [shown["place"]]
+    if shown["difference"]:
+        lines.append(f"{shown['difference']}; 95 % t interval {shown['interval']}; n = {shown['n']}")
+        lines.append(f"p = {shown['p']}; Holm over {c['family']}: {narrative.p_value(c['p_holm'])}")
+    if shown["over_examples"]:
+        lines.append(f"over test examples (how many): {shown['over_examples']}")
+    return lines
