@@ -22,7 +22,7 @@ def report(
     ),
     out: Annotated[Path, typer.Option("--out", help="Where the reports go.")] = Path("reports"),
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="html, md, tex, pdf, figures; may be given several times.")
+        list[str] | None, typer.Option("--format", help="html, md, tex, pdf, figures (default: the first four).")
     ] = None,
     allow_mixed: Annotated[
         bool, typer.Option("--allow-mixed", help="Compare across data fingerprints and versions, and say so.")
@@ -31,12 +31,17 @@ def report(
 ) -> None:
     """Render the report of a study from its committed results."""
     from oelm.cli import output
-    from oelm.evidence import final
+    from oelm.evidence import final, pdf
     from oelm.evidence import report as reports
     from oelm.evidence import results as tables
     from oelm.study.rows import load_study, studies_here
 
-    formats = formats or ["html", "md", "tex"]
+    if not formats:
+        formats = ["html", "md", "tex"]
+        if pdf.find_browser() is not None:
+            formats.append("pdf")
+        else:
+            output.note("no PDF: neither Chromium nor Chrome is on the path; print the HTML page from any browser")
     if all_studies:
         written = final.render_all(results, out, formats, studies_here(), allow_mixed=allow_mixed)
     elif study:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-# Okabe and Ito's colours, without black and yellow: the rest read on white and on near-black.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+# Okabe and Ito's colours, a grey for black and none for yellow: they read on white and on near-black.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#808890")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES = ("-", "--", "-.", ":")
 INK = "#123456"  # a colour nothing else uses; becomes currentColor
@@ -151,9 +151,10 @@ def legend(axis: Axes) -> None:
 def log_axis(axis: Axes, places: set[float], said: Callable[[float], str]) -> None:
     """A logarithmic axis with ticks where the points are, in plain text."""
     axis.set_xscale("log")
+    apart = max(1.25, (max(places) / min(places)) ** 0.1)
     ticks: list[float] = []
     for place in sorted(places):
-        if not ticks or place > ticks[-1] * 1.25:
+        if not ticks or place > ticks[-1] * apart:
             ticks.append(place)
     axis.set_xticks(ticks, [said(tick) for tick in ticks])
     axis.minorticks_off()

@@ -13,7 +13,7 @@ import numpy as np
 
 from oelm.evidence.drawing import COLOURS, INK, Figure, figure, legend, log_axis, looks, mesh, readable, slug
 from oelm.evidence.labels import budget_of, count, stratum_of
-from oelm.evidence.narrative import gap_line
+from oelm.evidence.narrative import gap_line, place_among
 from oelm.evidence.results import Row, Table
 from oelm.evidence.statistics import COMPARED, Comparison
 from oelm.study.rows import HIGHER_IS_BETTER, Study
@@ -50,7 +50,7 @@ def differences(comparisons: Sequence[Comparison]) -> Figure | None:
             for y, c in enumerate(reversed(group)):
                 scale = _scaled(c)
                 values = [scale(p.value - p.reference) for p in c.points]
-                axis.plot(values, np.full(len(values), y - 0.18), "o", color=COLOURS[0], alpha=0.55, ms=4)
+                axis.plot(values, np.full(len(values), y - 0.18), "o", color=COLOURS[0], alpha=0.8, ms=4)
                 mean = scale(c.estimate.mean) if c.estimate else float(np.mean(values))
                 if c.estimate and c.estimate.t_interval:
                     axis.plot([scale(v) for v in c.estimate.t_interval], [y, y], color=INK, lw=1.6)
@@ -60,7 +60,7 @@ def differences(comparisons: Sequence[Comparison]) -> Figure | None:
                 axis.axvline(limit, color=COLOURS[2], ls=":", label="margin")
                 axis.legend(loc="best")
             axis.axvline(0, color=INK, lw=0.8)
-            axis.set_yticks(range(len(group)), [f"{c.arm} − {c.against}" for c in reversed(group)])
+            axis.set_yticks(range(len(group)), [_label(c, shown) for c in reversed(group)])
             axis.set_ylim(-0.6, len(group) - 0.4)
             axis.set_xlabel(unit)
 
@@ -69,7 +69,7 @@ def differences(comparisons: Sequence[Comparison]) -> Figure | None:
         "Paired differences",
         "Each small dot is one seed's difference (arm minus reference); diamonds are means, bars 95 % t intervals.",
         draw,
-        height=1.1 + 0.5 * len(shown) + 0.4 * len(_units(shown)),
+        height=1.1 + 0.55 * len(shown) + 0.4 * len(_units(shown)),
     )
 
 
@@ -141,20 +141,20 @@ def gap_over_tokens(comparisons: Sequence[Comparison]) -> Figure | None:
 def gap_over_scale(results: Table, comparisons: Sequence[Comparison]) -> Figure | None:
     """The gap of each pair against the model's size, where a study has several sizes on one data set."""
     sizes = {stratum_of(row): row["params_total"] for row in results.rows if row.get("params_total")}
-    largest: dict[tuple[str, str, str], Comparison] = {}
+    largest: dict[tuple[str, ...], Comparison] = {}
     for c in sorted(comparisons, key=lambda c: c.tokens or 0.0):
         if c.estimate is not None and c.stratum in sizes:
-            largest[c.arm, c.against, c.stratum] = c
-    lines: dict[tuple[str, str], list[Comparison]] = {}
+            largest[c.arm, c.against, c.metric, c.stratum] = c
+    lines: dict[tuple[str, ...], list[Comparison]] = {}
     for c in largest.values():
-        lines.setdefault((c.arm, c.against), []).append(c)
+        lines.setdefault((c.arm, c.against, c.data, c.metric), []).append(c)
     lines = {key: line for key, line in lines.items() if len({sizes[c.stratum] for c in line}) > 1}
     if not lines:
         return None
 
     def draw(canvas: Canvas) -> None:
         axis = canvas.subplots()
-        for look, ((arm, against), line) in looks(lines):
+        for look, ((arm, against, data, _), line) in looks(lines):
             scale = _scaled(line[0])
             ordered = sorted(line, key=lambda c: float(sizes[c.stratum]))
             for c in ordered:
@@ -168,7 +168,7 @@ def gap_over_scale(results: Table, comparisons: Sequence[Comparison]) -> Figure 
                 color=look[0],
                 marker=look[1],
                 ls=look[2],
-                label=f"{arm} − {against}",
+                label=f"{arm} − {against}" + (f" ({data})" if len({key[2] for key in lines}) > 1 else ""),
             )
         axis.axhline(0, color=INK, lw=0.8)
         log_axis(axis, {float(sizes[c.stratum]) for line in lines.values() for c in line}, count)
@@ -179,7 +179,7 @@ def gap_over_scale(results: Table, comparisons: Sequence[Comparison]) -> Figure 
     return figure(
         "gap-over-scale",
         "Gap against scale",
-        "Mean paired difference against the number of parameters, with 95 % t intervals.",
+        "Mean paired difference against the number of parameters, each at its largest budget, with 95 % t intervals.",
         draw,
     )
 
@@ -231,9 +231,9 @@ def stability_map(study: Study, results: Table, stratum: str) -> Figure | None:
     if len(rates) < 3 or len(seeds) < 2 or not values:
         return None
     arms = _by(rows, "arm")
+    columns = min(3 if len(rates) <= 6 else 2, len(arms))
 
     def draw(canvas: Canvas) -> None:
-        columns = min(3, len(arms))
         grid = canvas.subplots(-(-len(arms) // columns), columns, squeeze=False)
         low, high = min(values), float(np.quantile(values, 0.95)) if column.endswith("loss") else max(values)
         for axis in grid.flat[len(arms) :]:
@@ -267,7 +267,7 @@ def stability_map(study: Study, results: Table, stratum: str) -> Figure | None:
         f"Stability: {stratum}",
         "Learning rate (across) by seed (down) for each arm; × is a run that diverged, an empty cell one that was not made.",
         draw,
-        height=0.9 + -(-len(arms) // 3) * (1.4 + 0.22 * len(seeds)),
+        height=0.9 + -(-len(arms) // columns) * (1.4 + 0.22 * len(seeds)),
         width=8.5,
     )
 
@@ -306,6 +306,8 @@ def quality_against_cost(study: Study, results: Table, stratum: str) -> Figure |
                     at = [row for row in members if budget_of(row) == budget and row.get(key) is not None]
                     if not at:
                         continue
+                    at = _at_best_rate(at, column)
+                    axis.plot([r[key] for r in at], [r[column] for r in at], ".", color=look[0], alpha=0.4, ms=4)
                     x = float(np.mean([row[key] for row in at]))
                     y = float(np.mean([row[column] for row in at]))
                     points.append((x, y))
@@ -321,7 +323,7 @@ def quality_against_cost(study: Study, results: Table, stratum: str) -> Figure |
     return figure(
         f"cost-{slug(stratum)}",
         f"Quality against cost: {stratum}",
-        "Means over seeds; the thin line is the Pareto front. Times compare only on one device.",
+        "Means over seeds at each arm's best rate, every run a dot; the thin line is the Pareto front. Times compare only on one device.",
         draw,
         width=8.5,
     )
@@ -375,6 +377,18 @@ def _units(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
     for c in comparisons:
         groups.setdefault(_unit(c), []).append(c)
     return groups
+
+
+def _at_best_rate(rows: list[Row], column: str) -> list[Row]:
+    """The runs at the rate whose mean is best (there is one rate where rates were tuned)."""
+    sign = -1.0 if column.split(".")[1] in HIGHER_IS_BETTER else 1.0
+    by_rate = {rate: [row for row in rows if row["lr"] == rate] for rate in sorted({row["lr"] for row in rows})}
+    return min(by_rate.values(), key=lambda group: sign * float(np.mean([row[column] for row in group])))
+
+
+def _label(c: Comparison, among: Sequence[Comparison]) -> str:
+    place = place_among(c, among)
+    return f"{c.arm} − {c.against}" + (f"\n{place}" if place else "")
 
 
 def _front(points: Sequence[tuple[float, float]], *, higher: bool) -> list[tuple[float, float]]:

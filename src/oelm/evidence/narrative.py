@@ -18,6 +18,15 @@ from oelm.study.rows import Study
 DEMONSTRATION = "This is a demonstration on data that stands for nothing: it is no evidence."
 
 
+def place_among(c: Comparison, among: Sequence[Comparison]) -> str:
+    """What tells a comparison's place from those of the same arms elsewhere; empty where there is one place."""
+    same = [other for other in among if (other.arm, other.against) == (c.arm, c.against)]
+    if len(same) < 2:
+        return ""
+    words = [str(value) for value in c.elsewhere.values()] or [c.stratum]
+    return ", ".join([*words, c.budget] if len({other.budget for other in same}) > 1 else words)
+
+
 def percent(nats: float) -> str:
     """A difference of mean nats as a change of perplexity."""
     return f"{100 * math.expm1(nats):+.2f} %"
@@ -55,7 +64,10 @@ def margin(c: Comparison) -> str:
         return "none declared"
     if c.as_perplexity:
         return f"{100 * math.expm1(c.margin):.3g} %"
-    return f"{c.margin:.3g}" if c.lower_is_better else f"{100 * c.margin:.3g} points"
+    if c.lower_is_better:
+        return f"{c.margin:.3g}"
+    points = f"{100 * c.margin:.3g}"
+    return f"{points} point" if points == "1" else f"{points} points"
 
 
 def answer(comparisons: Sequence[Comparison], results: Table) -> list[str]:
@@ -166,9 +178,9 @@ def deviations(study: Study, comparisons: Sequence[Comparison], results: Table) 
     for c in comparisons:
         if c.unpaired:
             found.append(
-                f"{c.arm} against {c.against} at {c.budget}: seeds {', '.join(map(str, c.unpaired))} have no partner."
+                f"{c.arm} against {c.against} ({c.place}): seeds {', '.join(map(str, c.unpaired))} have no partner."
             )
-        found += [f"{c.arm} against {c.against} at {c.budget}: {note}." for note in c.notes]
+        found += [f"{c.arm} against {c.against} ({c.place}): {note}." for note in c.notes]
     for row in results.rows:
         if row.get("frozen_start") != row.get("frozen_end") and row.get("frozen_end") is not None:
             found.append(f"{row['run_id']}: its frozen weights changed.")
@@ -186,7 +198,7 @@ def what_would_change(comparisons: Sequence[Comparison]) -> list[str]:
     for c in comparisons:
         if not c.primary:
             continue
-        name = f"{c.arm} against {c.against} ({c.stratum})"
+        name = f"{c.arm} against {c.against} ({c.place})"
         e = c.estimate
         if e is None or e.t_interval is None:
             lines.append(f"{name}: finished runs of both arms on at least three common seeds.")

@@ -1,11 +1,13 @@
 """PDF of a rendered page, printed by the Chromium that is installed (docs/decisions/pdf.md).
 
-Refuses, in one line, where there is no Chromium; the page itself prints from any browser.
+The date that the browser writes into it is taken out, so that one browser prints one page as the same bytes. Refuses, in
+one line, where there is no Chromium; the page itself prints from any browser.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +18,7 @@ from oelm.errors import MachineError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 120
+_DATES = re.compile(rb"(/(?:CreationDate|ModDate) ?)\(D:\d{14}([^)]{0,8})\)")  # as many bytes again: offsets stay right
 
 
 def find_browser() -> str | None:
@@ -45,5 +48,8 @@ def print_pdf(page: Path, target: Path) -> Path:
             raise MachineError(
                 f"{target}: {browser} ended with {done.returncode} and no PDF ({last[:160]}); print {page} by hand"
             )
-        shutil.copyfile(made, target)
+        try:
+            target.write_bytes(_DATES.sub(rb"\1(D:19700101000000\2)", made.read_bytes()))
+        except OSError as error:
+            raise MachineError(f"{target}: cannot be written ({error.strerror or error}); check the folder") from None
     return target

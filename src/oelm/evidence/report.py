@@ -1,7 +1,7 @@
 """Reports: one self-contained HTML, Markdown, LaTeX and PDF of a study, rendered from its table and nothing else.
 
-Owns the view that every format shares and the templates' escaping. The same table gives the same bytes (but for PDF,
-in which the browser writes its date). Refuses a page that would load anything from a network.
+Owns the view that every format shares and the templates' escaping. The same table gives the same bytes (a PDF: by the
+same browser). Refuses a page that would load anything from a network.
 """
 
 from __future__ import annotations
@@ -71,15 +71,16 @@ def write_formats(view: View, folder: Path, stem: str, formats: Sequence[str], *
 def view_of(study: Study, results: Table, *, allow_mixed: bool = False) -> View:
     """Everything a template shows, already computed; strings are raw, the templates escape."""
     comparisons = judge(study, results, allow_mixed=allow_mixed)
+    primary = [c for c in comparisons if c.primary]
     return {
         "title": study.name,
         "question": study.question,
         "demonstration": any(row.get("data_status") in ("demo", "synthetic") for row in results.rows),
         "answer": narrative.answer(comparisons, results),
         "study_notes": list(study.notes),
-        "comparisons": [_comparison(c) for c in comparisons if c.primary],
-        "elsewhere": [_comparison(c) for c in comparisons if not c.primary],
-        "points": [_points(c) for c in comparisons if c.primary and c.points],
+        "comparisons": [_comparison(c, primary) for c in primary],
+        "elsewhere": [_comparison(c, comparisons) for c in comparisons if not c.primary],
+        "points": [_points(c, primary) for c in primary if c.points],
         "arms": _arms(results),
         "figures": _figures(study, results, comparisons),
         "settings": _settings(results),
@@ -98,11 +99,12 @@ def _figures(study: Study, results: Table, comparisons: Sequence[Comparison]) ->
     return figures.of_study(study, results, comparisons)
 
 
-def _comparison(c: Comparison) -> View:
+def _comparison(c: Comparison, among: Sequence[Comparison]) -> View:
     e = c.estimate
     return {
         "arm": c.arm,
         "against": c.against,
+        "short": narrative.place_among(c, among),
         "where": c.place,
         "metric": "perplexity" if c.as_perplexity else c.metric,
         "n": c.n,
@@ -125,9 +127,10 @@ def _comparison(c: Comparison) -> View:
     }
 
 
-def _points(c: Comparison) -> View:
+def _points(c: Comparison, among: Sequence[Comparison]) -> View:
+    place = narrative.place_among(c, among)
     return {
-        "name": f"{c.arm} against {c.against}",
+        "name": f"{c.arm} against {c.against}" + (f", {place}" if place else ""),
         "metric": c.metric,
         "rows": [
             {
