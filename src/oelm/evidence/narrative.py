@@ -23,7 +23,8 @@ def place_among(c: Comparison, among: Sequence[Comparison]) -> str:
     same = [other for other in among if (other.arm, other.against) == (c.arm, c.against)]
     if len(same) < 2:
         return ""
-    words = [str(value) for value in c.elsewhere.values()] or [c.stratum]
+    axes = c.elsewhere.items()
+    words = [value if isinstance(value, str) else f"{key.split('.')[-1]} {value}" for key, value in axes] or [c.stratum]
     return ", ".join([*words, c.budget] if len({other.budget for other in same}) > 1 else words)
 
 
