@@ -26,7 +26,7 @@ def test_the_template_is_written_once_and_is_a_study(here):
     assert done.exit_code == 0, done.output
     study = load_study(here / "mine.toml")
     planned = expand(study)
-    assert len((here / "mine.toml").read_text().splitlines()) <= 14
+    assert len((here / "mine.toml").read_text().splitlines()) == 12
     assert {one.arm for one in planned} == {"baseline", "keep-frozen", "orthogonalize-frozen"}
     assert planned[0].run.model.path == "some/model"
     assert planned[0].run.data.path == str(here / 'my "data".csv')

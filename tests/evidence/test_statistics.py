@@ -48,6 +48,17 @@ def test_estimates_equal_numbers_computed_by_hand(n):
     assert e.p_equivalent == pytest.approx(max(below, above))
 
 
+@pytest.mark.parametrize(("examples", "seed"), [(1821, 1), (1821, 6), (25_000, 2), (25_000, 4)])
+def test_flips_that_tie_count_as_ties(examples, seed):
+    """Accuracies are multiples of one example: p from whole numbers of examples, in which nothing is rounded."""
+    low = int(0.9 * examples)
+    right, reference = np.random.default_rng(seed).integers(low, low + 12, (2, 8))
+    counts = right - reference
+    sums = [abs(np.dot(counts, signs)) for signs in itertools.product((1, -1), repeat=8)]
+    exact = np.mean([value >= abs(counts.sum()) for value in sums])
+    assert paired.sign_flip(right / examples - reference / examples) == pytest.approx(exact, abs=1e-12)
+
+
 def test_not_worse_looks_at_the_side_that_costs():
     d = np.array([0.020, 0.021, 0.019, 0.022])
     low = paired.estimate(d, margin=0.01, lower_is_better=True, level=0.95)

@@ -47,7 +47,7 @@ def compare(
             raise ConfigError(f"--data {data}: no such file or folder")
         own = Path(model) / "tokenizer.json"
         view = {
-            "model": model,
+            "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
             "data": str(data.resolve()),
             "text": text,
             "label": label,
