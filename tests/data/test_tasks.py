@@ -132,6 +132,10 @@ def test_named_columns_pairs_and_labels_by_name(tmp_path: Path) -> None:
     )
     source = opened(spec)
     assert source.labels == ("no", "yes")
+    plain = [{"text": row["one"], "text2": row["two"], "label": row["gold"]} for row in rows]
+    unnamed = opened(local(write(tmp_path / "plain.csv", plain), context=16))
+    for split in ("train", "validation", "test"):
+        assert unnamed.splits[split]["ids"].tolist() == source.splits[split]["ids"].tolist()
     batch = source.train_batch(seed=0, step=0, batch=4)
     for ids, mask, label in zip(batch["inputs"], batch["mask"], batch["labels"], strict=True):
         first, second = bytes(i if i < 256 else 0 for i in ids[mask].tolist()).split(b"\x00")

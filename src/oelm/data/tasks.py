@@ -219,7 +219,11 @@ def _find(spec: DataSpec, folder: Path | str | None, *, local: bool) -> Found | 
         if role not in roles:
             raise ConfigError(f"data.columns: {role!r} is no column of a {kind} task; {nearest(role, roles)}")
     columns = {role: spec.columns.get(role, role) for role in roles if role in _ROLES[kind] or role in spec.columns}
-    return sources.local_files(spec.path, columns, kind)
+    found = sources.local_files(spec.path, columns, kind)
+    if kind != "classify" or "text2" in columns:
+        return found
+    pairs = replace(found, layout=replace(found.layout, columns=columns | {"text2": "text2"}))
+    return pairs if _has_rows(pairs) else found  # a column of the role's own name needs no naming
 
 
 def _as_from_the_hub(found: FilesFound) -> FilesFound:
