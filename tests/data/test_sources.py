@@ -156,8 +156,10 @@ def test_the_hub_is_read_as_its_libraries_give_it(tmp_path: Path, monkeypatch: p
         assert found.identity() == sources.find(dataset).identity()
 
 
-def test_what_the_hub_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_raises_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
+    (tmp_path / "datasets--someone--stories").mkdir(parents=True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     calls: list[Any] = []
 
     def broken(*_: Any, **more: Any) -> None:

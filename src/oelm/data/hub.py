@@ -22,18 +22,24 @@ if TYPE_CHECKING:
     from oelm.data.sources import Hub
 
 
-PATIENCE = 6.0  # seconds to find out that there is no network
+PATIENCE = 4.0  # seconds to find out that there is no network
 
 
 def in_cache(name: str) -> bool:
-    """Whether the Hugging Face caches have a folder for this data set, without loading anything."""
+    """Whether the Hugging Face caches have a folder for this data set, without loading anything.
+
+    A path stands for a data set of the hub, as it does for `datasets`.
+    """
+    if Path(name).is_dir():
+        return True
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    hubs = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    hubs = Path(named or home / "hub").expanduser()
     made = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
     owner, _, short = name.rpartition("/")
     plain = f"{owner}___{short}".casefold().replace("_", "").replace("-", "")
-    named = (path.name.casefold().replace("_", "").replace("-", "") for path in made.glob("*___*"))
-    return (hubs / f"datasets--{owner}--{short}").is_dir() or any(other == plain for other in named)
+    folders = (path.name.casefold().replace("_", "").replace("-", "") for path in made.glob("*___*"))
+    return (hubs / f"datasets--{owner}--{short}").is_dir() or any(other == plain for other in folders)
 
 
 def offline() -> bool:
