@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from zoo import CASES
 
 import oelm
 from oelm.errors import CheckpointError, FrozenWeightsChanged, MethodError, OelmError
+from oelm.method.apply import fuse
 from oelm.method.compact import save_pretrained
 from oelm.models.gpt import GPT
 from oelm.models.shapes import PRESETS, Shape
@@ -296,6 +299,35 @@ def test_exports_load_in_plain_transformers_with_equal_logits(tmp_path: Path, na
     oelm.restore(plain, tmp_path)
     same(model, plain)
     oelm.verify(plain)
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))  # noqa: S301  (our own bytes)
+
+
+@pytest.mark.parametrize("passed_on", [lambda model: model, copy.deepcopy, through_pickle])
+def test_the_models_own_save_pretrained_writes_what_restore_needs(tmp_path: Path, passed_on: Callable) -> None:
+    model = CASES["gpt2"].build()
+    oelm.apply(model, "oelm-freeze", seed=3)
+    passed_on(model).save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert all(p.requires_grad for p in plain.parameters())
+    oelm.restore(plain, tmp_path)
+    same(model, plain)
+    plain.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "oelm.json").is_file()
+
+
+def test_only_the_first_process_and_only_a_converted_model_write_a_record(tmp_path: Path) -> None:
+    model = CASES["bert"].build()
+    oelm.apply(model, "oelm-freeze")
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    fuse(model).save_pretrained(tmp_path / "fused")
+    plain = CASES["bert"].build().requires_grad_(False)
+    with pytest.raises(MethodError, match="left to train"):
+        oelm.apply(plain, "baseline")
+    plain.save_pretrained(tmp_path / "plain")
+    assert not list(tmp_path.glob("*/oelm.json"))
 
 
 @pytest.mark.parametrize("variant", ["tied", "slices", "keep-frozen", "qk-ffn"])

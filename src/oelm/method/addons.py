@@ -94,7 +94,6 @@ def attach(model: nn.Module, sites: Sequence[Site], kinds: Iterable[str]) -> lis
     Ours calls them itself (`attn.addons`); a Hugging Face model gets hooks.
     """
     from oelm.method import hooked  # it builds on this module
-    from oelm.method.compact import warn_before_saving
 
     kinds = tuple(kinds)
     refuse(model, sites, kinds)
@@ -115,7 +114,6 @@ def attach(model: nn.Module, sites: Sequence[Site], kinds: Iterable[str]) -> lis
                 reading = readings[id(stack)]
             addons = hooked.HookedAddons(site, kinds, reading, **_kind(site))
             addons.hook(site)
-            warn_before_saving(model)
         site.module.addons = addons
         names += [f"{site.name}.addons.{name}" for name, _ in addons.named_parameters()]
     return names

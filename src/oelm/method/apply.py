@@ -83,6 +83,7 @@ def fuse(model: nn.Module) -> nn.Module:
         if isinstance(module, SplitMultiheadAttention):
             module.rebuild()
     model.__dict__.pop(ATTRIBUTE, None)
+    model.__dict__.pop("save_pretrained", None)
     return model
 
 
@@ -98,6 +99,8 @@ class _Fill:
 def _transform(
     model: nn.Module, variant: Variant, seed: int, pattern: Mapping[str, Any] | None, *, values: bool
 ) -> tuple[Record, Undo]:
+    from oelm.method.compact import record_when_saving  # it builds on this module
+
     sites = find_sites(model, pattern)
     treated = _treated(sites, variant)
     keys = {(site.stack, site.layer) for site in treated}
@@ -136,6 +139,8 @@ def _transform(
         record.entries = tuple(entries)
         setattr(model, ATTRIBUTE, record)
         undo.append(lambda: delattr(model, ATTRIBUTE))
+        record_when_saving(model)
+        undo.append(lambda: model.__dict__.pop("save_pretrained", None))
         if variant.addons:
             _attach(model, record, undo)
         if not any(p.requires_grad for p in model.parameters()):

@@ -7,6 +7,7 @@ touches the model; it refuses what differs, by name. Nothing is ever unpickled; 
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 import shutil
@@ -101,7 +102,7 @@ def load_compact(model: nn.Module, path: str | Path) -> None:
 
 
 def save_pretrained(model: nn.Module, path: str | Path, **options: Any) -> None:
-    """A converted Hugging Face model as its own library saves it, with oelm.json beside config.json.
+    """A converted Hugging Face model as its own library saves it, verified, with oelm.json beside config.json.
 
     It loads in plain transformers, without oelm, and gives equal logits. Add-ons have no place there: they are refused.
     """
@@ -118,7 +119,6 @@ def save_pretrained(model: nn.Module, path: str | Path, **options: Any) -> None:
         )
     verify(holder)
     save(str(path), **options)
-    write_record(model, path)
 
 
 def write_record(model: nn.Module, folder: str | Path) -> None:
@@ -149,14 +149,17 @@ def restore(model: nn.Module, path: str | Path) -> None:
     _thaw_as_saved(model, document)
 
 
-def warn_before_saving(model: nn.Module) -> None:
-    """Make `model.save_pretrained` say that add-ons do not survive in plain transformers."""
+def record_when_saving(model: nn.Module) -> None:
+    """Make `model.save_pretrained` write oelm.json beside the weights, or say that plain transformers drops the add-ons.
+
+    So whoever saves the model, Trainer and push_to_hub too, leaves a folder that `restore` understands.
+    """
     if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = _warning_save.__get__(model)
+        model.__dict__["save_pretrained"] = functools.partial(_save_with_record, model)  # survives deepcopy and pickle
 
 
-def _warning_save(self: Any, *args: Any, **options: Any) -> Any:
-    record = record_of(self)
+def _save_with_record(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> Any:
+    record = record_of(model)
     if record is not None and record.addons:
         warnings.warn(
             "this model has add-ons, which plain transformers will ignore on loading: its logits will differ; "
@@ -164,7 +167,11 @@ def _warning_save(self: Any, *args: Any, **options: Any) -> Any:
             UserWarning,
             stacklevel=2,
         )
-    return type(self).save_pretrained(self, *args, **options)
+    saved = type(model).save_pretrained(model, save_directory, *args, **options)
+    first = options.get("is_main_process", True)
+    if record is not None and not record.addons and first and Path(save_directory).is_dir():
+        write_record(model, save_directory)
+    return saved
 
 
 def _converted(model: nn.Module, what: str) -> tuple[nn.Module, Record]:
@@ -205,7 +212,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Record]:
     file = path / RECORD
     if not file.is_file():
         raise CheckpointError(
-            f"{path}: has no {RECORD}; give a folder that save_compact or save_pretrained of oelm wrote"
+            f"{path}: has no {RECORD}; give a folder that save_compact, or save_pretrained of a converted model, wrote"
         )
     try:
         if file.stat().st_size > MAX_RECORD_BYTES:
