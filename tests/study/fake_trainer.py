@@ -20,6 +20,9 @@ def train(run: Run, folder: Path, *, study: str, row: str, device: str, **_: Any
     folder.parent.joinpath("starts.log").open("a").write(f"{row} {os.getpid()} {device}\n")
     folder.parent.joinpath("pipes.log").open("a").write(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "") + "\n")
     fault = json.loads(os.environ.get("FAKE_FAULTS", "{}")).get(row, "")
+    gate = Path(os.environ.get("FAKE_GATE", folder.parent))  # nothing goes on before it is there
+    while not gate.exists():
+        time.sleep(0.01)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     with RunFolder(folder, run) as place:

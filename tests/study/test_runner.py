@@ -259,7 +259,10 @@ def test_a_row_that_one_runner_failed_is_not_tried_by_the_other(
 ) -> None:
     monkeypatch.setenv("FAKE_SECONDS", "0.02")
     monkeypatch.setenv("FAKE_FAULTS", json.dumps({"baseline-seed0": "data", "oelm-freeze-seed5": "bug"}))
+    monkeypatch.setenv("FAKE_GATE", str(tmp_path / "gate"))  # what fails, fails when both have begun
     both = [start_runner(tmp_path) for _ in range(2)]
+    assert until(lambda: len(trainers(tmp_path)) == 4)
+    (tmp_path / "gate").touch()
     assert [one.wait(timeout=60) for one in both] == [8, 8]
     assert set(starts(tmp_path / "small").values()) == {1}
     assert start_runner(tmp_path).wait(timeout=60) == 8  # a later command does try again

@@ -32,14 +32,16 @@ def undisturbed(folder: Path, **changes: Any) -> float:
 
 def killed_often(folder: Path, seconds: float, rng: random.Random, kills: int, **changes: Any) -> int:
     """SIGKILL up to `kills` times at random instants, then let it end; how often it was really killed."""
-    run, done = small_run(**changes), 0
-    for _ in range(kills):
+    run = small_run(**changes)
+    for done in range(kills):
         pid = training(run, folder, checkpoint_every=5)
         time.sleep(rng.uniform(0, seconds))
         os.kill(pid, signal.SIGKILL)
-        done += ended(pid) == -signal.SIGKILL
+        if (code := ended(pid)) == 0:  # it was over before
+            return done
+        assert code == -signal.SIGKILL
     assert ended(training(run, folder, checkpoint_every=5)) == 0
-    return done
+    return kills
 
 
 @pytest.mark.parametrize(
