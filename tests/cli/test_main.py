@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,41 @@ def test_a_fault_of_ours_is_kept_in_a_file(monkeypatch, capsys, tmp_path):
     assert line.startswith("error: a fault of oelm itself (KeyError: 'gone'): kept in ")
     (kept,) = tmp_path.glob("oelm-crash-*.txt")
     assert "Traceback" in kept.read_text()
+
+
+def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys):
+    from oelm.cli import main
+
+    monkeypatch.delenv("OELM_DEBUG", raising=False)
+    monkeypatch.setattr(main, "app", lambda: Path("a" * 5000).read_text())
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: aaaa")
+    assert line.endswith("…: File name too long; check the path, its permissions and the disk")
+
+
+def test_a_tokenizer_that_is_no_path_is_said(tmp_path):
+    long = oelm("plan", "demo", "--set", f"data.tokenizer='{'a' * 5000}'", cwd=tmp_path)
+    assert "Traceback" not in long.stderr
+    assert "no such file" in long.stdout + long.stderr
+    done = oelm("train", "run.toml", "--set", f"data.tokenizer='{'a' * 5000}'", cwd=_with_a_run(tmp_path))
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+    assert "is unknown; known: bert" in done.stderr
+
+
+def test_counts_that_no_machine_holds_are_refused(tmp_path):
+    for key in ("data.examples=10_000_000_000_000", "data.tokens=9_223_372_036_854_775_808"):
+        done = oelm("train", "run.toml", "--set", key, cwd=_with_a_run(tmp_path))
+        assert done.returncode == 2
+        assert "less than or equal" in done.stderr
+
+
+def _with_a_run(folder):
+    text = 'model = "gpt-tiny"\ndata = {name = "demo", context = 64}\nvariant = "baseline"\nbudget = {steps = 1}\n'
+    (folder / "run.toml").write_text(text)
+    return folder
 
 
 def test_version_and_unknown_verb():

@@ -10,7 +10,7 @@ import typer
 from oelm import __version__
 from oelm.cli import verbs
 from oelm.cli.output import fail
-from oelm.errors import OelmError
+from oelm.errors import MachineError, OelmError
 
 
 app = typer.Typer(
@@ -54,10 +54,20 @@ def main() -> None:
         sys.exit(0)
     except KeyboardInterrupt:
         fail("interrupted; the same command continues where it stopped", 130)
+    except OSError as error:  # what the machine refuses and no room of ours had a better word for
+        if os.environ.get("OELM_DEBUG"):
+            raise
+        fail(_refused(error), MachineError.exit_code)
     except Exception as error:
         if os.environ.get("OELM_DEBUG"):
             raise
         fail(_report_bug(error), 1)
+
+
+def _refused(error: OSError) -> str:
+    path = str(error.filename or "")
+    shown = f"{path[:80]}…" if len(path) > 80 else path
+    return f"{shown}{': ' if shown else ''}{error.strerror or error}; check the path, its permissions and the disk"
 
 
 def _report_bug(error: Exception) -> str:

@@ -26,8 +26,8 @@ class DataSpec(Value):
     context: Annotated[int, Field(ge=2, le=2**20)] = 512  # tokens of a window or the longest example
     packing: Literal["windows", "documents"] = "windows"
     selection: Literal["validation", "test"] = "validation"  # "test" is the original's leak, for replication only
-    tokens: Annotated[int, Field(ge=1)] | None = None  # lm: read only this many training tokens
-    examples: Annotated[int, Field(ge=1)] | None = None  # read only this many training examples
+    tokens: Annotated[int, Field(ge=1, le=10**12)] | None = None  # lm: read only this many training tokens
+    examples: Annotated[int, Field(ge=1, le=10**8)] | None = None  # read only this many training examples
     bucketing: bool = True  # examples of similar length share a batch
     # the synthetic recall task
     pairs: Annotated[int, Field(ge=1, le=4096)] = 16

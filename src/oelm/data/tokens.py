@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,12 +80,15 @@ def load_tokens(name: str, folder: Path | str | None = None) -> Tokens:
         return _demo_bpe()
     if name in _FOLDER:
         return _from_file(name, _locate(name, folder))
-    path = Path(name[:4000]).expanduser()
-    if len(path.name) <= 255 and path.is_dir():
-        path = path / "tokenizer.json"
-    if path.suffix == ".json" or (len(path.name) <= 255 and path.exists()):
+    path = _named_file(name)
+    if path.suffix == ".json" or os.path.isfile(path):
         return _from_file(name, path)
     raise DataError(f"tokenizer {name[:80]!r} is unknown; {nearest(name, NAMES)}; or name a tokenizer.json")
+
+
+def _named_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    return path / "tokenizer.json" if os.path.isdir(path) else path  # os.path: a name may be no path at all
 
 
 def expected(name: str, folder: Path | str | None = None) -> str:
@@ -92,9 +96,7 @@ def expected(name: str, folder: Path | str | None = None) -> str:
     if name in ("bytes", "demo-bpe"):
         return ""
     if name not in _FOLDER:
-        path = Path(name[:4000]).expanduser()
-        found = (path / "tokenizer.json" if path.is_dir() else path).is_file()
-        return "" if found else "no such file; save the model's tokenizer there"
+        return "" if os.path.isfile(_named_file(name)) else "no such file; save the model's tokenizer there"
     where = f"tokenizers/{_FOLDER[name]}/tokenizer.json"
     if any((root / where).is_file() for _, root in sources.data_folders(folder)):
         return ""
