@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from oelm.errors import FrozenWeightsChanged as FrozenWeightsChanged
     from oelm.errors import OelmError as OelmError
     from oelm.method.account import account as account
-    from oelm.method.apply import Report as Report
     from oelm.method.apply import apply as apply
-    from oelm.method.apply import verify as verify
     from oelm.method.compact import load_compact as load_compact
     from oelm.method.compact import restore as restore
     from oelm.method.compact import save_compact as save_compact
     from oelm.method.compact import save_pretrained as save_pretrained
     from oelm.method.projections import Projection as Projection
     from oelm.method.projections import find_projections as find_projections
+    from oelm.method.record import verify as verify
+    from oelm.method.report import Report as Report
     from oelm.method.thaw import param_groups as param_groups
     from oelm.method.thaw import schedule as schedule
     from oelm.method.trainers import lightning_callback as lightning_callback
@@ -37,7 +37,7 @@ _HOME = {
     "FrozenWeightsChanged": "oelm.errors",
     "OelmError": "oelm.errors",
     "Projection": "oelm.method.projections",
-    "Report": "oelm.method.apply",
+    "Report": "oelm.method.report",
     "Thaw": "oelm.method.variant",
     "Variant": "oelm.method.variant",
     "account": "oelm.method.account",
@@ -53,7 +53,7 @@ _HOME = {
     "trainer_callback": "oelm.method.trainers",
     "trainer_optimizer": "oelm.method.trainers",
     "variants": "oelm.method.variant",
-    "verify": "oelm.method.apply",
+    "verify": "oelm.method.record",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

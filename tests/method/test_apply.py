@@ -17,7 +17,9 @@ from zoo import CASES, HEADS, WIDTH, _settings
 
 import oelm
 from oelm.errors import ConfigError, FrozenWeightsChanged, MethodError
-from oelm.method.apply import Record, convert, digest, fuse, logit_std, record_of
+from oelm.method.apply import convert, fuse
+from oelm.method.record import Record, digest, record_of
+from oelm.method.report import logit_std
 from oelm.method.split import Slice, SplitProjection
 
 

@@ -18,18 +18,9 @@ from torch import Tensor, nn
 from oelm.errors import MethodError
 from oelm.method import matrices
 from oelm.method.projections import Part, Site, feed_forward, find_sites
-from oelm.method.record import ATTRIBUTE as ATTRIBUTE
-from oelm.method.record import Entry as Entry
-from oelm.method.record import Record as Record
-from oelm.method.record import digest as digest
-from oelm.method.record import holder_of as holder_of
-from oelm.method.record import record_of as record_of
-from oelm.method.record import verify as verify
-from oelm.method.record import versions
+from oelm.method.record import ATTRIBUTE, Entry, Record, digest, versions
 from oelm.method.refusals import refuse_model, refuse_parts, refuse_shared, touched_roles
-from oelm.method.report import Report as Report
-from oelm.method.report import logit_std as logit_std
-from oelm.method.report import report_on
+from oelm.method.report import Report, report_on
 from oelm.method.split import ROLES, Slice, SplitMultiheadAttention, SplitProjection, exchange_keys
 from oelm.method.variant import Variant, as_variant
 
