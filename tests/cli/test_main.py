@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,18 +61,19 @@ def test_a_closed_pipe_is_no_fault(tmp_path):
     assert "Exception ignored" not in done.stderr
 
 
-def test_a_fault_of_ours_is_kept_in_a_file(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("fault", [KeyError("gone"), OSError("a library's, not the machine's")])
+def test_a_fault_of_ours_is_kept_in_a_file(monkeypatch, capsys, tmp_path, fault):
     from oelm.cli import main
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.delenv("OELM_DEBUG", raising=False)
-    monkeypatch.setattr(main, "app", lambda: {}["gone"])
+    monkeypatch.setattr(main, "app", Mock(side_effect=fault))
     with pytest.raises(SystemExit) as caught:
         main.main()
     assert caught.value.code == 1
     line = capsys.readouterr().err.strip()
-    assert line.startswith("error: a fault of oelm itself (KeyError: 'gone'): kept in ")
+    assert line.startswith(f"error: a fault of oelm itself ({type(fault).__name__}: {fault}): kept in ")
     (kept,) = tmp_path.glob("oelm-crash-*.txt")
     assert "Traceback" in kept.read_text()
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import oelm
 from oelm.cli.main import app
 from oelm.errors import ConfigError
+from oelm.evidence.probes import load_run
 
 
 RUN = """
@@ -32,6 +35,32 @@ def run_folder(tmp_path_factory):
     assert done.exit_code == 0, done.output
     (result,) = (folder / "runs").rglob("result.json")
     return result.parent
+
+
+@pytest.fixture
+def bert_run(tmp_path):
+    """Train a small BERT of a local folder with a variant; the run's folder."""
+    transformers = pytest.importorskip("transformers")
+    small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    transformers.BertModel(transformers.BertConfig(vocab_size=300, **small)).save_pretrained(tmp_path / "bert")
+    rows = [f"text number {n},{'odd' if n % 2 else 'even'}" for n in range(60)]
+    (tmp_path / "rows.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+
+    def train(variant):
+        variant = variant if variant[0] in '"{' else f'"{variant}"'
+        (tmp_path / "run.toml").write_text(f"""
+model = {{ path = "{tmp_path}/bert", head = "classify" }}
+data = {{ name = "local", path = "{tmp_path}/rows.csv", task = "classify", tokenizer = "bytes", context = 32 }}
+variant = {variant}
+budget = {{ steps = 2, batch = 4 }}
+optimizer = {{ lr = 1e-3 }}
+""")
+        out = tmp_path / "run"
+        done = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--out", str(out), "--device", "cpu"])
+        assert done.exit_code == 0, done.output
+        return out
+
+    return train
 
 
 def test_probe_writes_a_page_and_json(run_folder, tmp_path):
@@ -64,6 +93,28 @@ def test_export_loads_in_plain_transformers(run_folder, tmp_path):
     assert record["data"]["fingerprint"] in card
     assert "Demonstration" in card
     assert f"{record['metrics']['validation']['loss']:.5g}" in card
+
+
+@pytest.mark.parametrize("variant", ["baseline", "oelm-freeze", "progressive"])
+def test_export_of_a_hugging_face_run_loads_and_restores(bert_run, tmp_path, variant):
+    transformers = pytest.importorskip("transformers")
+    folder, target = bert_run(variant), tmp_path / "model"
+    done = CliRunner().invoke(app, ["export", str(folder), str(target), "--checkpoint", "latest"])
+    assert done.exit_code == 0, done.output
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(target)
+    trained = load_run(folder, "latest")[1].inner.state_dict()
+    assert trained.keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, trained[name]) for name, value in plain.state_dict().items())
+    oelm.restore(plain, target)
+    training = [layer.attention.self.query.weight.requires_grad for layer in plain.bert.encoder.layer]
+    assert training == {"baseline": [True, True], "oelm-freeze": [False, False], "progressive": [False, True]}[variant]
+
+
+@pytest.mark.parametrize("variant", ['"tied-shift"', '{ base = "baseline", addons = ["head-gain"] }'])
+def test_export_refuses_what_plain_transformers_would_drop(bert_run, tmp_path, variant):
+    done = CliRunner().invoke(app, ["export", str(bert_run(variant)), str(tmp_path / "model")])
+    assert "has no place for the add-ons" in str(done.exception)
+    assert not (tmp_path / "model").exists()
 
 
 def test_export_does_not_overwrite_and_probe_names_what_is_no_run(run_folder, tmp_path):

@@ -318,14 +318,28 @@ def test_the_models_own_save_pretrained_writes_what_restore_needs(tmp_path: Path
     assert (tmp_path / "again" / "oelm.json").is_file()
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+def test_the_model_inside_a_wrapper_is_saved_under_its_own_names(tmp_path: Path, name: str) -> None:
+    inner = CASES[name].build()
+    wrapper = nn.Sequential(inner)
+    oelm.apply(wrapper, "oelm-freeze", seed=3)
+    oelm.save_pretrained(wrapper, tmp_path)
+    plain = type(inner).from_pretrained(tmp_path, dtype=torch.float64)
+    oelm.restore(plain, tmp_path)
+    same(inner, plain)
+    assert all(e["name"] in state(plain) for e in json.loads((tmp_path / "oelm.json").read_text())["entries"])
+
+
 def test_only_the_first_process_and_only_a_converted_model_write_a_record(tmp_path: Path) -> None:
     model = CASES["bert"].build()
     oelm.apply(model, "oelm-freeze")
     model.save_pretrained(tmp_path / "other", is_main_process=False)
     fuse(model).save_pretrained(tmp_path / "fused")
+    assert "save_pretrained" not in vars(model)
     plain = CASES["bert"].build().requires_grad_(False)
     with pytest.raises(MethodError, match="left to train"):
         oelm.apply(plain, "baseline")
+    assert "save_pretrained" not in vars(plain)
     plain.save_pretrained(tmp_path / "plain")
     assert not list(tmp_path.glob("*/oelm.json"))
 

@@ -54,13 +54,11 @@ def main() -> None:
         sys.exit(0)
     except KeyboardInterrupt:
         fail("interrupted; the same command continues where it stopped", 130)
-    except OSError as error:  # what the machine refuses and no room of ours had a better word for
-        if os.environ.get("OELM_DEBUG"):
-            raise
-        fail(_refused(error), MachineError.exit_code)
     except Exception as error:
         if os.environ.get("OELM_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.errno:  # the machine refused, and no room of ours had a better word
+            fail(_refused(error), MachineError.exit_code)
         fail(_report_bug(error), 1)
 
 

@@ -11,9 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import oelm
 from oelm.errors import ConfigError, DataError, MachineError
 from oelm.evidence.results import read_record, replace_text
-from oelm.models.shapes import HubModel, Shape
+from oelm.models.shapes import Shape
 
 
 if TYPE_CHECKING:
@@ -34,13 +35,11 @@ def export(folder: Path | str, target: Path | str, *, checkpoint: str = "best", 
         raise ConfigError(f"{target}: is there already; name a folder that is new or empty")
     record = read_record(folder / "result.json")
     run, model = load_run(folder, checkpoint)
-    converted: Any = to_gpt2(model, run) if isinstance(run.model, Shape) else model.inner
+    converted = to_gpt2(model, run) if isinstance(run.model, Shape) else None
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
-        if isinstance(run.model, HubModel) and run.variant.touches:
-            from oelm.method.compact import save_pretrained
-
-            save_pretrained(model, made)
+        if converted is None:
+            oelm.save_pretrained(model, made)
         else:
             converted.save_pretrained(made)
         _save_tokenizer(run, Path(made))

@@ -78,7 +78,7 @@ def load_run(folder: Path | str, checkpoint: str = "best") -> tuple[Run, nn.Modu
     import torch
 
     from oelm.method.apply import apply
-    from oelm.method.record import record_of
+    from oelm.method.record import digest, record_of
     from oelm.models.build import build
     from oelm.train.checkpoint import load_weights, put_weights
     from oelm.train.run import Run
@@ -100,6 +100,10 @@ def load_run(folder: Path | str, checkpoint: str = "best") -> tuple[Run, nn.Modu
     record = record_of(model)
     regenerable = frozenset(record.regenerable) if record is not None else frozenset[str]()
     put_weights(model, weights, folder, skip=regenerable - set(weights))  # compact ones leave out what was drawn again
+    if record is not None:
+        for name in record.thawing:  # what is not as it was frozen has thawed
+            parameter = model.get_parameter(name)
+            parameter.requires_grad_(digest(parameter) != record.entry(name).present)
     with torch.no_grad():
         model.eval()
     return run, model

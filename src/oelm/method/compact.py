@@ -105,10 +105,12 @@ def save_pretrained(model: nn.Module, path: str | Path, **options: Any) -> None:
     """A converted Hugging Face model as its own library saves it, verified, with oelm.json beside config.json.
 
     It loads in plain transformers, without oelm, and gives equal logits. Add-ons have no place there: they are refused.
+    Of a module that wraps such a model, the model inside is saved.
     """
     holder, record = _converted(model, "save_pretrained")
-    save = getattr(holder, "save_pretrained", None)
-    if save is None:
+    saves = ((name, m) for name, m in holder.named_modules() if hasattr(type(m), "save_pretrained"))
+    name, inner = next(saves, ("", None))
+    if inner is None:
         raise MethodError(
             f"save_pretrained: {type(holder).__name__} is no Hugging Face model; use save_compact or its state_dict()"
         )
@@ -118,7 +120,7 @@ def save_pretrained(model: nn.Module, path: str | Path, **options: Any) -> None:
             "and its logits would differ; use oelm.save_compact, or a variant without add-ons"
         )
     verify(holder)
-    save(str(path), **options)
+    _save_with_record(inner, record.within(name, type(inner).__name__) if name else record, str(path), **options)
 
 
 def write_record(model: nn.Module, folder: str | Path) -> None:
@@ -154,11 +156,11 @@ def record_when_saving(model: nn.Module) -> None:
 
     So whoever saves the model, Trainer and push_to_hub too, leaves a folder that `restore` understands.
     """
-    if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = functools.partial(_save_with_record, model)  # survives deepcopy and pickle
+    if hasattr(type(model), "save_pretrained"):
+        model.__dict__["save_pretrained"] = functools.partial(_own_save, model)  # survives deepcopy and pickle
 
 
-def _save_with_record(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> Any:
+def _own_save(model: nn.Module, save_directory: str | Path, *args: Any, **options: Any) -> Any:
     record = record_of(model)
     if record is not None and record.addons:
         warnings.warn(
@@ -167,10 +169,14 @@ def _save_with_record(model: Any, save_directory: str | Path, *args: Any, **opti
             UserWarning,
             stacklevel=2,
         )
-    saved = type(model).save_pretrained(model, save_directory, *args, **options)
+    return _save_with_record(model, record, save_directory, *args, **options)
+
+
+def _save_with_record(model: Any, record: Record | None, folder: str | Path, *args: Any, **options: Any) -> Any:
+    saved = type(model).save_pretrained(model, folder, *args, **options)
     first = options.get("is_main_process", True)
-    if record is not None and not record.addons and first and Path(save_directory).is_dir():
-        write_record(model, save_directory)
+    if record is not None and not record.addons and first and Path(folder).is_dir():
+        write_json(Path(folder), _document(model, record, "full", [], []))
     return saved
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -84,6 +84,11 @@ class Record:
 
     def entry(self, name: str) -> Entry:
         return next(e for e in self.entries if e.name == name)
+
+    def within(self, path: str, model: str) -> Record:
+        """The same record with names as the module at `path` knows them."""
+        entries = tuple(replace(e, name=e.name.removeprefix(f"{path}.")) for e in self.entries)
+        return replace(self, model=model, entries=entries)
 
     def digest(self) -> str:
         """One hash over every frozen parameter as it was at apply."""
