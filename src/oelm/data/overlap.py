@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ def carve(keys: Sequence[str], shares: Mapping[str, float], seed: int, *, where:
     """The split of each row: one of `shares` for about that share of the different keys, by their hash, else "train".
 
     A row's side depends on its own key and the seed: rows that are dropped or reordered move no other row, and rows with
-    near-equal keys stay together. Where so few keys are there that a split would stay empty, it gets the lowest hash.
+    near-equal keys stay together. Where so few keys are there that a split, train too, would stay empty, it gets the
+    lowest hash of another that has several.
     """
     if not all(share > 0 for share in shares.values()) or sum(shares.values()) >= 1:
         raise ConfigError(f"shares of carved splits: {dict(shares)} must be above 0 and below 1 together")
@@ -47,15 +49,16 @@ def carve(keys: Sequence[str], shares: Mapping[str, float], seed: int, *, where:
     chosen: dict[int, str] = {}
     for value in sorted(set(hashes)):
         chosen[value] = _side(value / 2**64, shares)
-    empty = [split for split in shares if split not in set(chosen.values())]
     if len(chosen) <= len(shares):
         raise DataError(
             f"{where}: has {len(chosen)} different text{'s' if len(chosen) != 1 else ''}, too few to take "
             f"{' and '.join(shares)} from; give more, or files for these splits"
         )
-    free = iter([value for value, side in chosen.items() if side == "train"])
-    for split, value in zip(empty, free, strict=False):
-        chosen[value] = split
+    for split in (*shares, "train"):
+        sizes = Counter(chosen.values())
+        if split not in sizes:
+            giver = "train" if sizes["train"] > 1 else max(sizes, key=sizes.__getitem__)
+            chosen[min(value for value, side in chosen.items() if side == giver)] = split
     return [chosen[value] for value in hashes]
 
 
