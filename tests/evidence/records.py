@@ -71,6 +71,7 @@ def record(planned: Planned, study: str, *, loss: float | None, status: str = "d
             "torch": "2.13.0",
             "python": "3.12",
             "device": "cpu",
+            "source": "0123456789ab",
             "git": "abc",
             "dirty": False,
         },

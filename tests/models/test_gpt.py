@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor
 
 from oelm.errors import ConfigError
 from oelm.method.addons import Addons
 from oelm.models.build import build
-from oelm.models.gpt import GPT
+from oelm.models.gpt import GPT, Gelu
 from oelm.models.shapes import PRESETS, Shape
 
 
@@ -258,3 +260,13 @@ def test_build_takes_vocabulary_and_labels_from_the_data() -> None:
     assert build(TINY.changed(head="qa"), labels=9).head.weight.shape == (2, 32)
     with pytest.raises(ConfigError, match="only a language model"):
         _ = build(TINY.changed(head="tag")).vocabulary
+
+
+def test_the_quick_gelu_is_the_exact_one_and_so_is_its_slope():
+    x = torch.linspace(-12, 12, 200_001, requires_grad=True)
+    quick = Gelu.apply(x)
+    quick.sum().backward()
+    at = x.detach().double().numpy()
+    share = scipy.stats.norm.cdf(at)
+    np.testing.assert_allclose(quick.detach().numpy(), at * share, atol=5e-7)
+    np.testing.assert_allclose(x.grad.numpy(), share + at * scipy.stats.norm.pdf(at), atol=5e-7)

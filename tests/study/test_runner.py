@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from small_studies import TUNED, run_study, small, study
 
-from oelm.errors import ConfigError, MachineError
+from oelm.errors import ConfigError, MachineError, Preempted
 from oelm.study import claim, devices, runner
 from oelm.study.folder import look, records, run_folders
 from oelm.study.rows import expand
@@ -318,3 +318,41 @@ def test_options_do_not_enter_a_runs_identity(tmp_path: Path) -> None:
     assert [p.id for p in wanted(one, tmp_path, Options(devices=("3",), per_device=4))] == [p.id for p in expand(one)]
     assert small()["arms"] == ["baseline", "oelm-freeze"]
     assert Runner(one, tmp_path, Options()).folder == tmp_path / "small"
+
+
+def test_when_the_time_is_over_runs_are_saved_and_the_same_command_continues(
+    tmp_path: Path, fake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SECONDS", "0.05")
+    one = study(axes={"budget.steps": [40]})
+    begun = time.monotonic()
+    with pytest.raises(Preempted, match="time is over with 2 runs or more to do; what ran is saved"):
+        run_study(one, tmp_path, fake, minutes=0.5 / 60)
+    assert time.monotonic() - begun < 10
+    assert [look(folder).state for folder in run_folders(tmp_path / "small")] == ["partial"]
+    assert not list((tmp_path / "small" / claim.FOLDER).iterdir())
+    monkeypatch.setenv("FAKE_SECONDS", "0")
+    outcome, _ = run_study(one, tmp_path, fake)
+    assert sorted(outcome.finished) == ["baseline-steps40", "oelm-freeze-steps40"]
+
+
+def test_nothing_begins_that_would_not_finish_in_time(
+    tmp_path: Path, fake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SECONDS", "0.02")
+    one = study(arms=["baseline"], axes={"budget.steps": [20, 2000]})
+    run_study(one, tmp_path, fake, rows=("baseline-steps20",))
+    for record in records(tmp_path / "small"):  # as measured: a minute
+        path = tmp_path / "small" / record["run_id"] / "result.json"
+        path.write_text(json.dumps(record | {"cost": {"seconds": 60.0, "tokens_per_s": 10.0}}))
+    with pytest.raises(Preempted, match="with 1 runs or more to do"):
+        run_study(one, tmp_path, fake, minutes=0.1)
+    assert starts(tmp_path / "small") == {"baseline-steps20": 1}
+
+
+def test_tuning_goes_first_and_then_seed_by_seed(tmp_path: Path, fake: str) -> None:
+    run_study(study(**TUNED), tmp_path, fake)
+    rows = [line.split()[0] for line in (tmp_path / "small" / "starts.log").read_text().splitlines()]
+    tuned = [row for row in rows if "-tune-" in row]
+    assert rows[: len(tuned)] == tuned
+    assert rows[len(tuned) :] == ["baseline-s11", "oelm-freeze-s11", "baseline-s12", "oelm-freeze-s12"]

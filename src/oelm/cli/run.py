@@ -38,6 +38,9 @@ def run(
     keep: str = typer.Option(
         "all", "--keep", help="Checkpoints of finished runs: all, best or none (what goes is listed)."
     ),
+    minutes: float = typer.Option(
+        None, "--minutes", min=0.1, help="Stop after so long: what runs is saved, what could not finish is not begun."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the plan (with --slurm: the script) and stop."),
     slurm: bool = typer.Option(False, "--slurm", help="Submit to Slurm as a job array instead of running here."),
     partition: str = typer.Option("", "--partition", help="Slurm: the partition."),
@@ -48,10 +51,10 @@ def run(
         False, "--wait", help="Slurm: wait for the jobs, and submit the comparison after tuning."
     ),
 ) -> None:
-    """Run a study: the plan first, then every run that is not finished, longest first. The same command continues.
+    """Run a study: the plan first, then every run that is not finished. The same command continues.
 
     [bold]Examples[/]: oelm run demo --devices cpu · oelm run original --rows GPT-06,GPT-07 --devices 2,3 ·
-    oelm run fair-lm --rows 'baseline-steps20000*' --per-device 4 --keep best
+    oelm run fair-lm --rows 'baseline-steps20000*' --per-device 2 --keep best --minutes 55
     """
     from oelm.cli import plan as plan_verb
     from oelm.cli.output import note
@@ -76,8 +79,11 @@ def run(
         rows=plan_verb.names(rows),
         overrides=parse_overrides(set_ or ()),
         keep=cast("Keep", keep),
+        minutes=minutes,
     )
     plan_verb.show(make_plan(loaded, runs, options), len(chosen), stderr=not dry_run)
+    if slurm and minutes:
+        raise ConfigError("--minutes is for runs on this machine; with --slurm give --time, the minutes of one job")
     if slurm:
         from oelm.study import slurm as cluster
 

@@ -246,7 +246,7 @@ def _cost(results: Table) -> list[tuple[str, str]]:
 
 def _environment(results: Table) -> list[tuple[str, str]]:
     lines = []
-    for name in ("oelm", "torch", "python", "device", "git", "data_status", "fingerprint"):
+    for name in ("oelm", "torch", "python", "device", "source", "git", "data_status", "fingerprint"):
         values = sorted({str(row[name]) for row in results.rows if row.get(name) is not None})
         lines.append((name.replace("_", " "), ", ".join(values) or "not recorded"))
     return lines

@@ -41,12 +41,12 @@ METRICS = ("validation", "best", "test")
 LAST = [
     *("params_total", "params_trainable", "params_frozen", "logit_std", "frozen_start", "frozen_end"),
     *("seconds", "train_seconds", "step_seconds_median", "tokens_per_s", "peak_bytes", "energy_j"),
-    *("oelm", "torch", "python", "device", "git", "dirty", "error", "settings"),
+    *("oelm", "torch", "python", "device", "source", "git", "dirty", "error", "settings"),
 ]
 TEXT = {
     *("study", "row", "arm", "purpose", "cell", "at", "run_id", "status", "model", "variant", "optimizer", "schedule"),
     *("precision", "data", "data_status", "fingerprint", "frozen_start", "frozen_end"),
-    *("oelm", "torch", "python", "device", "git", "error", "settings", "right"),
+    *("oelm", "torch", "python", "device", "source", "git", "error", "settings", "right"),
 }
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
 
@@ -261,7 +261,7 @@ def _measured(record: Mapping[str, Any]) -> Row:
     }
     for name in ("seconds", "train_seconds", "step_seconds_median", "tokens_per_s", "peak_bytes", "energy_j"):
         row[name] = number(cost.get(name))
-    for name in ("oelm", "torch", "python", "device", "git"):
+    for name in ("oelm", "torch", "python", "device", "source", "git"):
         value = environment.get(name)
         row[name] = None if value is None else str(value)
     dirty = environment.get("dirty")

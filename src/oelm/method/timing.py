@@ -87,14 +87,20 @@ def timed(
 
 
 def step_ceiling(
-    model: nn.Module, step: Callable[[], object], *, tokens: int, dtype: torch.dtype | None = None
+    model: nn.Module,
+    step: Callable[[], object],
+    *,
+    tokens: int,
+    dtype: torch.dtype | None = None,
+    replayed: bool = False,
 ) -> dict[str, float]:
     """The share of a step's time that freezing can save, measured where the model is.
 
-    `step` runs one training step of the converted model on `tokens` tokens; `dtype` is that of its products. A speed-up
-    claimed far above `share` is a fault of measurement.
+    `step` runs one training step of the converted model on `tokens` tokens; `dtype` is that of its products;
+    `replayed`: the step is a CUDA graph, so that what it leaves out is timed as one too, without the host's time. A
+    speed-up claimed far above `share` is a fault of measurement.
     """
-    products, adamw = left_out(model, tokens, dtype or next(model.parameters()).dtype)
+    products, adamw = left_out(model, tokens, dtype or next(model.parameters()).dtype, replayed=replayed)
     whole = _seconds(step)
     return {
         "step_seconds": whole,
@@ -104,7 +110,7 @@ def step_ceiling(
     }
 
 
-def left_out(model: nn.Module, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+def left_out(model: nn.Module, tokens: int, dtype: torch.dtype, *, replayed: bool = False) -> tuple[float, float]:
     """Seconds of the products, and of AdamW, that a step on so many tokens leaves out because of what is frozen.
 
     A frozen matrix costs no weight gradient, one product for each module that holds it; a slice costs none of three.
@@ -120,7 +126,7 @@ def left_out(model: nn.Module, tokens: int, dtype: torch.dtype) -> tuple[float, 
     seconds = 0.0
     for (rows, columns, device), count in products.items():
         grad, x = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (rows, columns))
-        seconds += count * _seconds(lambda grad=grad, x=x: grad.t() @ x)  # type: ignore[misc]
+        seconds += count * _seconds(lambda grad=grad, x=x: grad.t() @ x, replayed)  # type: ignore[misc]
     twins = [torch.zeros_like(p, requires_grad=True) for p in model.parameters() if not p.requires_grad]
     twins += [
         torch.zeros(m.out_features, m.in_features, dtype=m.like.dtype, device=m.like.device, requires_grad=True)
@@ -129,7 +135,10 @@ def left_out(model: nn.Module, tokens: int, dtype: torch.dtype) -> tuple[float, 
     ]
     for twin in twins:
         twin.grad = torch.zeros_like(twin)
-    return seconds, _seconds(torch.optim.AdamW(twins).step) if twins else 0.0
+    if not twins:
+        return seconds, 0.0
+    adamw = torch.optim.AdamW(twins, fused=True, capturable=True) if replayed else torch.optim.AdamW(twins)
+    return seconds, _seconds(adamw.step, replayed)
 
 
 def _real(value: Tensor, device: torch.device) -> Tensor:
@@ -144,6 +153,15 @@ def _cpu() -> str:
     return "one CPU thread" if threads == 1 else f"{threads} CPU threads"
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """The median time of a call; torch's timer warms up and waits for the device."""
+def _seconds(call: Callable[[], object], replayed: bool = False) -> float:
+    """The median time of a call, or of the graph that it makes; torch's timer warms up and waits for the device."""
+    if replayed:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        call = graph.replay
     return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)

@@ -7,8 +7,9 @@ same weights in every variant and the global generator does not move. Refuses lo
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,41 @@ def _norm(shape: Shape) -> nn.Module:
     return nn.LayerNorm(shape.width) if shape.norm == "layer" else nn.RMSNorm(shape.width, eps=1e-5)
 
 
+class Gelu(torch.autograd.Function):
+    """x Φ(x) and its slope from one exponential and a polynomial, within 5e-7 of the exact ones.
+
+    Compiled for a GPU, the error function's own arithmetic takes longer than reading and writing x does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        below, _ = _normal(x.float())
+        return (x.float() * below).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        x = ctx.saved_tensors[0].float()
+        below, bell = _normal(x)
+        return (grads[0].float() * (below + x * bell / math.sqrt(2 * math.pi))).to(grads[0].dtype)
+
+
+def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of a normal distribution below x (Abramowitz and Stegun 7.1.26), and exp(-x²/2)."""
+    bell = torch.exp(-0.5 * x * x)
+    t = 1.0 / (1.0 + 0.3275911 * 0.5**0.5 * x.abs())
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail = 0.5 * tail * bell
+    return torch.where(x > 0, 1.0 - tail, tail), bell
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU; the exact one by the quickest way there is for this device."""
+    if approximate == "none" and x.is_cuda and x.dtype == torch.bfloat16 and torch.compiler.is_compiling():
+        return Gelu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return F.gelu(x, approximate=approximate)
+
+
 class MLP(nn.Module):
     """Up, GELU, down."""
 
@@ -37,7 +73,7 @@ class MLP(nn.Module):
         self.approximate = "tanh" if shape.activation == "gelu-tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))  # type: ignore[no-any-return]
+        return self.down(gelu(self.up(x), self.approximate))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

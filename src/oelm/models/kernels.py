@@ -17,7 +17,8 @@ def _cross_entropy(logits, stride, targets, nats, vocab, BLOCK: tl.constexpr):  
     """One row: nats = logsumexp - logit of the target; the row becomes softmax - one-hot, or zeros where there is no target.
 
     The running maximum and sum are kept for each lane and joined once: a reduction over the block in every turn of
-    the loop costs more than reading the row. The second reading hits the cache.
+    the loop costs more than reading the row. The second reading hits the cache. Padding is read and then hidden: a mask
+    that ends at an odd place (the vocabulary's) would have every element loaded alone.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
@@ -26,8 +27,10 @@ def _cross_entropy(logits, stride, targets, nats, vocab, BLOCK: tl.constexpr):  
     lanes = tl.arange(0, BLOCK)
     high = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for offset in range(0, vocab, BLOCK):
-        x = tl.load(start + offset + lanes, mask=offset + lanes < vocab, other=-float("inf")).to(tl.float32)
+    for offset in range(0, stride, BLOCK):
+        at = offset + lanes
+        x = tl.load(start + at, mask=at < stride, other=0.0).to(tl.float32)
+        x = tl.where(at < vocab, x, -float("inf"))
         higher = tl.maximum(high, x)
         shrink = tl.exp2((tl.minimum(high, x) - higher) * LOG2E)
         total = tl.where(x > high, total * shrink + 1.0, total + shrink)
@@ -41,7 +44,8 @@ def _cross_entropy(logits, stride, targets, nats, vocab, BLOCK: tl.constexpr):  
     tl.debug_barrier()  # the target's logit must be read before the row is overwritten
     for offset in range(0, stride, BLOCK):
         at = offset + lanes
-        x = tl.load(start + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+        x = tl.load(start + at, mask=at < stride, other=0.0).to(tl.float32)
+        x = tl.where(at < vocab, x, -float("inf"))
         slope = tl.exp2((x - lse) * LOG2E)
         slope = tl.where(at == target, slope - 1.0, slope) * weight
         tl.store(start + at, slope.to(logits.dtype.element_ty), mask=at < stride)

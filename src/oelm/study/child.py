@@ -37,6 +37,7 @@ class Options:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     trainer: str = TRAINER
     keep: Keep = "all"
+    minutes: float | None = None  # after which nothing runs any more
 
 
 def task_of(one: Planned, study: str, folder: Path, device: str, options: Options) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs a study on this machine's devices: one worker a slot, longest run first, until nothing is left to do.
+"""Runs a study on this machine's devices: one worker a slot, until nothing is left to do or the time is over.
 
 Idempotent and resumable: what is done is left alone, what is partial continues, a row that another runner holds is
 waited for. Only what a retry can mend is tried again. The runner never trains; killed, it takes its workers along.
@@ -25,6 +25,7 @@ from oelm.study.child import Options, Worker, task_of
 from oelm.study.folder import SCHEMA, look, records
 from oelm.study.rates import chosen_rates, rates_that_failed, waiting_cells
 from oelm.study.rows import Planned, Study, expand
+from oelm.study.schedule import Schedule
 from oelm.study.watch import WANTED
 from oelm.train.folder import machine_error, write_atomically
 
@@ -72,9 +73,11 @@ class Runner:
         self.workers: list[Worker] = []
         self.environment: dict[str, str] = {}  # of workers, beside their device
         self.selector = selectors.DefaultSelector()
+        self.schedule = Schedule(options.devices[0], options.minutes)
         self.stopping: int = 0
         self._queue: list[Planned] = []
         self._elsewhere: set[str] = set()
+        self._late = 0  # runs that are left when the time is over
         self._failed_before: dict[str, int] = {}  # run -> when its record of a failure was written, before this pass
         self._beat = 0.0
         self._look = 0.0
@@ -99,11 +102,11 @@ class Runner:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
-        if self.stopping:
-            word = "interrupted" if self.stopping == signal.SIGINT else "asked to stop"
-            if self.stopping == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise Preempted(f"study {self.study.name}: {word}; runs are saved, the same command continues")
+        if self.stopping == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.stopping or self._late:
+            word = "asked to stop" if self.stopping else f"the time is over with {self._late} runs or more to do"
+            raise Preempted(f"study {self.study.name}: {word}; what ran is saved, the same command continues")
         self._say_what_waits()
         return self.outcome
 
@@ -123,6 +126,9 @@ class Runner:
     def _until_settled(self) -> None:
         while (self._queue or self._elsewhere or self._busy()) and not self.stopping:
             self._start_what_can_start()
+            if self.schedule.over or not (self._elsewhere or self._busy()):
+                self._late = len(self._queue) + len(self._elsewhere) + sum(1 for one in self.workers if one.run)
+                return
             self._wait_for_answers()
             self._beat_claims()
             self._look_elsewhere()
@@ -137,7 +143,7 @@ class Runner:
         return any(worker.run for worker in self.workers)
 
     def _refill(self, *, first: bool = False) -> None:
-        """Queue what is wanted and not finished, longest first."""
+        """Queue what is wanted and not finished."""
         known = {one.id for one in self._queue} | {worker.run.id for worker in self.workers if worker.run}
         settled = {*self.outcome.finished, *self.outcome.already, *self.outcome.diverged, *self.outcome.failed}
         for one in wanted(self.study, self.folder, self.options):
@@ -155,8 +161,8 @@ class Runner:
                 if first and seen.state == "failed":
                     self._failed_before[one.id] = self._recorded(one)
                 self._queue.append(one)
-        estimate = cost.Estimator(records(self.folder), self.options.devices[0])
-        self._queue.sort(key=lambda one: -estimate.seconds(one.run))
+        self.schedule.learn(records(self.folder))
+        self._queue = self.schedule.ordered(self._queue)
         queued = [{"id": one.id, "row": one.row, "steps": cost.steps(one.run)} for one in self._queue]
         with contextlib.suppress(OSError, MachineError):  # for the monitor only
             write_atomically(self.folder / WANTED, json.dumps(queued))
@@ -179,7 +185,7 @@ class Runner:
         """Claim and start the next run that may start on the device; False when there is none just now."""
         busy_here = any(worker.device == device and worker.run for worker in self.workers)
         for one in list(self._queue):
-            if one.id in self.alone and busy_here:
+            if (one.id in self.alone and busy_here) or not self.schedule.fits(one, self.folder / one.id):
                 continue
             room = self._room(one)
             self._queue.remove(one)
@@ -304,6 +310,8 @@ class Runner:
             self._progress(one, "diverged", seconds)
         elif code == 0:
             self.outcome.finished.append(one.row)
+            if seconds:
+                self.schedule.took(one, seconds)
             self._progress(one, "done", seconds)
         else:
             self._fail(one, message or f"exit code {code}", code)

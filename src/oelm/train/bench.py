@@ -199,7 +199,10 @@ class _Bench:
 
         seconds = self._seconds(call)
         losses.extend(step.look().losses)
-        ceiling = step_ceiling(model, call, tokens=self.tokens, dtype=step.dtype) if arm == "oelm frozen" else None
+        if arm != "oelm frozen":
+            return _Measured(seconds, losses[:CURVE])
+        replayed = type(step) is not Step
+        ceiling = step_ceiling(model, call, tokens=self.tokens, dtype=step.dtype, replayed=replayed)
         return _Measured(seconds, losses[:CURVE], ceiling)
 
     def _seconds(self, call: Callable[[], Any]) -> float:
