@@ -44,7 +44,8 @@ class Gelu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         x = ctx.saved_tensors[0].float()
         below, bell = _normal(x)
-        return (grads[0].float() * (below + x * bell / math.sqrt(2 * math.pi))).to(grads[0].dtype)
+        slope: Tensor = below + x * bell / math.sqrt(2 * math.pi)
+        return (grads[0] * slope).to(grads[0].dtype)
 
 
 def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
