@@ -443,3 +443,13 @@ def test_a_thaw_trains_what_was_frozen(tmp_path: Path) -> None:
     weights, _ = load_weights(tmp_path, "latest")
     moved = {name for event in events for name in event["parameters"] if not torch.equal(weights[name], start[name])}
     assert moved == {name for event in events for name in event["parameters"]}
+
+
+def test_evaluations_of_one_run_read_the_same_text_and_the_record_the_whole_split(tmp_path: Path) -> None:
+    run = small_run(data={"name": "demo", "tokenizer": "demo-bpe", "context": 32}, eval_tokens=256)
+    result = train(run, tmp_path, progress="none")
+    metrics = result["metrics"]
+    assert metrics["best"]["loss"] == min(loss for _, loss in result["curve"]) == result["curve"][-1][1]
+    assert (metrics["best"]["tokens"], metrics["best"]["step"]) == (256, 24)
+    assert metrics["validation"]["tokens"] > 256
+    assert metrics["validation"]["loss"] != metrics["best"]["loss"]

@@ -58,19 +58,18 @@ def _slope_shapes(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 @torch.library.custom_op("oelm::vocabulary_backward", mutates_args=())
 def _backward(
-    scale: Tensor, slope: Tensor, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool
+    slope: Tensor, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by hidden and weight. The scale goes onto the small operand of each product."""
+    """Gradients by hidden and weight."""
     empty = hidden.new_empty(0)
-    factor = scale.to(hidden.dtype)
-    by_hidden = (slope @ _padded(weight)).mul_(factor) if want_hidden else empty
-    by_weight = (slope.t() @ (hidden * factor))[: weight.shape[0]] if want_weight else empty.clone()
+    by_hidden = slope @ _padded(weight) if want_hidden else empty
+    by_weight = (slope.t() @ hidden)[: weight.shape[0]] if want_weight else empty.clone()
     return by_hidden, by_weight
 
 
 @_backward.register_fake
 def _backward_shapes(
-    scale: Tensor, slope: Tensor, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool
+    slope: Tensor, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool
 ) -> tuple[Tensor, Tensor]:
     empty = hidden.new_empty(0)
     return (
@@ -88,9 +87,11 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor,
 def _grads(ctx: Any, by_nats: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     slope, hidden, weight = ctx.saved_tensors
     want_hidden, want_weight = ctx.needs_input_grad[:2]
-    # The nats are summed below, so every row has the same scale.
-    by_hidden, by_weight = _backward(by_nats[0], slope, hidden, weight, want_hidden, want_weight)
-    return by_hidden if want_hidden else None, by_weight if want_weight else None, None
+    # The nats are summed below, so every row has the same scale. It goes onto the small matrix of each product, and
+    # stands outside the operator, where the compiler makes it part of its neighbours.
+    scale = by_nats[0].to(hidden.dtype)
+    by_hidden, by_weight = _backward(slope, hidden * scale, weight, want_hidden, want_weight)
+    return by_hidden * scale if want_hidden else None, by_weight if want_weight else None, None
 
 
 _slope.register_autograd(_grads, setup_context=_keep)

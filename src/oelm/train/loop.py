@@ -337,11 +337,14 @@ class _Session:
         return step == self.total or (every > 0 and step % every == 0)
 
     def _evaluate(self) -> None:
-        """Validation: a line, the curve, the best so far, early stopping; then a checkpoint where one is due."""
+        """Validation: a line, the curve, the best so far, early stopping; then a checkpoint where one is due.
+
+        Every evaluation of a run reads the same part of the split, the last one too: else the best would be chosen
+        by which text was read.
+        """
         self._look()
-        limit = self.run.eval_tokens if self.state.step < self.total else None
         with self.clock.evaluating():
-            metrics = self._measure("validation", limit)
+            metrics = self._measure("validation", self.run.eval_tokens)
         best = self.state.judge(metrics, self.run.budget.patience)
         self._log({"kind": "eval", "split": "validation", **metrics})
         if self.state.stopped_early:
@@ -416,6 +419,8 @@ class _Session:
         self.world.barrier()
         oelm.verify(self.model)
         self.known["frozen_digest"]["end"] = frozen_digest(self.model)
+        if self.run.eval_tokens is not None:
+            self.state.validation = self._measure("validation")  # of the last weights, the whole split
         test = self._test()
         if self.right:
             text = examples.contents(self.right)
