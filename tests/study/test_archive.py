@@ -8,11 +8,14 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from small_studies import run_study, study
+from small_studies import TUNED, run_study, study
 
 from oelm.errors import BusyError, ConfigError
 from oelm.study import archive, claim
 from oelm.study.folder import find_run, look, run_folders
+from oelm.study.plan import make_plan, take_over
+from oelm.study.rows import Study
+from oelm.study.runner import Options
 
 
 @pytest.fixture
@@ -97,3 +100,38 @@ def test_remove_frees_what_it_says(runs: Path) -> None:
     folder = run_folders(runs / "small")[0]
     assert archive.remove(folder) > 2000
     assert not folder.exists()
+
+
+def test_what_another_study_has_finished_is_taken_over(
+    tmp_path: Path, fake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FAULTS", json.dumps({"baseline-tune-lr0.01-s1": "diverge", "oelm-freeze-s12": "data"}))
+    run_study(study(**TUNED), tmp_path, fake)
+    monkeypatch.delenv("FAKE_FAULTS")
+    wider = study("wider", arms=["baseline", "oelm-freeze", "q-only"], **TUNED)
+    options = Options(trainer=fake)
+    assert any(
+        "6 of these runs are finished in other studies" in note for note in notes(wider, tmp_path, "oelm-freeze*")
+    )
+    assert take_over(wider, tmp_path, options) == 15  # the failed one is not
+    assert take_over(wider, tmp_path, options) == 0
+    outcome, _ = run_study(wider, tmp_path, fake)
+    assert (len(outcome.already), len(outcome.finished)) == (15, 9)
+    for folder in run_folders(tmp_path / "wider"):
+        if look(tmp_path / "small" / folder.name).state in ("done", "diverged"):
+            assert (folder / "result.json").read_bytes() == (
+                tmp_path / "small" / folder.name / "result.json"
+            ).read_bytes()
+            assert not (folder / "checkpoints").exists()
+
+
+def notes(one: Study, runs: Path, *rows: str) -> list[str]:
+    return make_plan(one, runs, Options(rows=rows)).notes
+
+
+def test_a_run_that_has_begun_is_not_replaced_by_its_twin(tmp_path: Path, fake: str) -> None:
+    run_study(study(), tmp_path, fake)
+    name = run_folders(tmp_path / "small")[0].name
+    (tmp_path / "other" / name).mkdir(parents=True)
+    assert archive.adopt(tmp_path / "other" / name) is None
+    assert archive.adopt(tmp_path / "other" / f"{name}x") is None

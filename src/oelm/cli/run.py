@@ -61,7 +61,7 @@ def run(
     from oelm.errors import ConfigError, StudyIncomplete, nearest
     from oelm.study.cost import KEPT
     from oelm.study.devices import parse_devices
-    from oelm.study.plan import make_plan
+    from oelm.study.plan import make_plan, take_over
     from oelm.study.rows import load_study, parse_overrides
     from oelm.study.runner import Options, Runner
 
@@ -81,6 +81,8 @@ def run(
         keep=cast("Keep", keep),
         minutes=minutes,
     )
+    if not dry_run and (taken := take_over(loaded, runs, options)):
+        note(f"{taken} runs are taken over from other studies in {runs}")
     plan_verb.show(make_plan(loaded, runs, options), len(chosen), stderr=not dry_run)
     if slurm and minutes:
         raise ConfigError("--minutes is for runs on this machine; with --slurm give --time, the minutes of one job")

@@ -1,4 +1,4 @@
-"""Runs as things to find, compare, drop and pack. No torch here.
+"""Runs as things to find, compare, take over, drop and pack. No torch here.
 
 Refuses to touch a run that is being trained. What is dropped is listed before and recorded after.
 """
@@ -151,6 +151,34 @@ def archive(folders: list[Path], file: Path, *, drop: bool = False, keep_best: b
     over = [folder for folder in finished if look(folder).state in FINISHED]  # a failed run may still be continued
     dropped = [one for folder in over for one in drop_checkpoints(folder, keep_best=keep_best)] if drop else []
     return Archived(file, len(finished), kept, dropped)
+
+
+def twin(folder: Path) -> Path | None:
+    """A finished run of this name, and so of these settings, in the folder of another study."""
+    for other in run_folders(folder.parent.parent):
+        found = other / folder.name
+        if other != folder.parent and found.is_dir() and look(found).state in FINISHED:
+            return found
+    return None
+
+
+def adopt(folder: Path) -> Path | None:
+    """Take over what evidence needs of the twin of a run that has not begun; the twin, or None when there is none."""
+    found = None if folder.exists() else twin(folder)
+    if found is None:
+        return None
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        for path in _kept(found):
+            shutil.copy2(path, draft / path.name)
+        os.rename(draft, folder)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if folder.exists():  # another runner was quicker
+            return None
+        raise machine_error(error, folder, f"taking over {found}") from None
+    return found
 
 
 def _kept(folder: Path) -> Iterator[Path]:

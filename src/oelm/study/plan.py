@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from oelm.study import cost
+from oelm.study.archive import adopt, twin
 from oelm.study.folder import folder_bytes, look, records, run_folders
 from oelm.study.needs import missing, partial
 from oelm.study.rates import chosen_rates
 from oelm.study.rows import Planned, Study, cells, expand
-from oelm.study.runner import Options
+from oelm.study.runner import Options, wanted
 
 
 ALPHA = 0.05
@@ -135,7 +136,7 @@ def make_plan(study: Study, runs: Path, options: Options | None = None) -> Plan:
         bytes_measured=per_run > 0,
         smallest_p=smallest,
         tests=tests,
-        notes=[*_notes(study, rates, rows, options), *partial(left, options.data_folder)],
+        notes=[*_notes(study, rates, rows, options), *_twins(folder, rows), *partial(left, options.data_folder)],
         warnings=[
             *said,
             *_edited(folder, rows),
@@ -144,6 +145,15 @@ def make_plan(study: Study, runs: Path, options: Options | None = None) -> Plan:
             *_no_room(runs, bytes_left),
         ],
     )
+
+
+def take_over(study: Study, runs: Path, options: Options) -> int:
+    """Copy what other studies have finished of this one into its folder; how many runs. A run is a value, whoever wanted it."""
+    folder, count, new = runs / study.name, 0, 1
+    while new:  # tuning that was taken over names the comparisons that are wanted next
+        new = sum(adopt(folder / one.id) is not None for one in wanted(study, folder, options))
+        count += new
+    return count
 
 
 def _rows(study: Study, folder: Path, rates: Mapping[str, float], options: Options) -> list[tuple[Planned, str]]:
@@ -225,6 +235,11 @@ def _notes(study: Study, rates: Mapping[str, float], rows: list[tuple[Planned, s
                 end = "smallest" if rate == grid[0] else "largest"
                 notes.append(f"{cell}: chose {rate:g}, the {end} rate tried; the best may lie beyond it")
     return notes
+
+
+def _twins(folder: Path, rows: list[tuple[Planned, str]]) -> list[str]:
+    found = sum(twin(folder / one.id) is not None for one, state in rows if state == "queued")
+    return [f"{found} of these runs are finished in other studies; `oelm run` takes them over"] if found else []
 
 
 def _edited(folder: Path, rows: list[tuple[Planned, str]]) -> list[str]:

@@ -24,6 +24,7 @@ from oelm.train.clock import Clock
 from oelm.train.folder import RunFolder
 from oelm.train.frozen import frozen_digest, frozen_hashes, regenerable
 from oelm.train.memory import is_out_of_memory, memory_message, peak_bytes
+from oelm.train.objectives import reading_batch
 from oelm.train.parallel import World, lost_process, pick_device, stored
 from oelm.train.prepare import Prepared, prepare
 from oelm.train.progress import Progress, open_sinks
@@ -332,16 +333,12 @@ class _Session:
 
     def _evaluation_due(self) -> bool:
         step, every = self.state.step, self.run.eval_every
-        if step == 0 or self.state.evaluated_at == step:
-            return False
-        return step == self.total or (every > 0 and step % every == 0)
+        due = step == self.total or (every > 0 and step % every == 0)
+        return due and 0 < step != self.state.evaluated_at
 
     def _evaluate(self) -> None:
         """Validation: a line, the curve, the best so far, early stopping; then a checkpoint where one is due.
-
-        Every evaluation of a run reads the same part of the split, the last one too: else the best would be chosen
-        by which text was read.
-        """
+        Every evaluation reads the same part of the split, the last one too: else the text would choose the best."""
         self._look()
         with self.clock.evaluating():
             metrics = self._measure("validation", self.run.eval_tokens)
@@ -361,12 +358,11 @@ class _Session:
                 raise StopAsked  # on all ranks at once
 
         source = Watched(self.source, between)
+        rows = reading_batch(self.run.budget.batch, self.run.data.context, self.device)
         watch = self.signals.interruptible() if self.world.size == 1 else contextlib.nullcontext()
         try:
             with watch, autocast(self.device, self.step.dtype):
-                found = self.objective.evaluate(
-                    self.model, source, split, device=self.device, batch=self.run.budget.batch, limit=limit
-                )
+                found = self.objective.evaluate(self.model, source, split, device=self.device, batch=rows, limit=limit)
         except StopAsked:
             self.model.train()
             raise self._stop() from None
@@ -419,8 +415,8 @@ class _Session:
         self.world.barrier()
         oelm.verify(self.model)
         self.known["frozen_digest"]["end"] = frozen_digest(self.model)
-        if self.run.eval_tokens is not None:
-            self.state.validation = self._measure("validation")  # of the last weights, the whole split
+        if self.run.eval_tokens is not None:  # of the last weights, the whole split
+            self.state.validation = self._measure("validation")
         test = self._test()
         if self.right:
             text = examples.contents(self.right)

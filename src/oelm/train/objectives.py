@@ -60,6 +60,11 @@ def to_device(batch: Mapping[str, Any], device: torch.device | str) -> dict[str,
     return {name: torch.as_tensor(value).to(device, non_blocking=True) for name, value in batch.items()}
 
 
+def reading_batch(batch: int, context: int, device: torch.device) -> int:
+    """Sequences read at once where nothing trains: a GPU is filled by 16,384 tokens and more, a processor by a batch."""
+    return batch if device.type == "cpu" else max(batch, 16_384 // context)
+
+
 class Objective(abc.ABC):
     """One task. A loss is a mean; its sums have "nats" (the sum it is the mean of) and "count" (over how many)."""
 
