@@ -17,7 +17,7 @@ from oelm.errors import MethodError
 from oelm.method.addons import Addons
 
 
-ALL = ("shift-keys", "head-gain", "channel-gain")
+ALL = ("shift-keys", "head-gain", "channel-gain", "query-mix")
 slow = pytest.mark.slow
 DECODERS = ["llama", "qwen3", "gpt2"]
 RARER = ["mistral", "gemma3", "olmo2", "phi", "phi3", "gpt-neox", "falcon-groups", "bloom", "falcon-old", "opt"]
@@ -83,7 +83,7 @@ def test_keys_are_mixed_with_their_predecessors_within_documents(rows: int, leng
 
 
 def test_gains_start_as_exactly_no_change_and_scale_logits() -> None:
-    addons = Addons(4, 2, 8, ["head-gain", "channel-gain"])
+    addons = Addons(4, 2, 8, ["head-gain", "channel-gain", "query-mix"])
     q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8)
     same_q, same_k = addons(q, k)
     assert torch.equal(same_q, q)
@@ -95,7 +95,7 @@ def test_gains_start_as_exactly_no_change_and_scale_logits() -> None:
     expected = q * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
     expected[..., 3] *= 0.5
     torch.testing.assert_close(scaled, expected)
-    assert sum(p.numel() for p in addons.parameters()) == 4 + 4 * 8
+    assert sum(p.numel() for p in addons.parameters()) == 4 + 4 * 8 + 4 * 8 * 8
     assert {p.dtype for p in addons(q.bfloat16(), k.bfloat16())} == {torch.bfloat16}
 
 
@@ -123,12 +123,13 @@ class _Shifted(nn.Module):
 
 
 class _Scaled(nn.Module):
-    def __init__(self, inner: nn.Module, head: Tensor, channel: Tensor) -> None:
+    def __init__(self, inner: nn.Module, head: Tensor, channel: Tensor, mix: Tensor) -> None:
         super().__init__()
         self.inner, self.gain = inner, (head[:, None] * channel).detach().flatten()
+        self.mix = torch.block_diag(*mix.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.gain
+        return self.inner(x) @ self.mix * self.gain
 
 
 def test_hooks_do_what_modules_written_into_the_model_would() -> None:
@@ -138,7 +139,9 @@ def test_hooks_do_what_modules_written_into_the_model_would() -> None:
     stir(model)
     for ours, theirs in zip(model.model.layers, plain.model.layers, strict=True):
         addons = ours.self_attn.addons
-        theirs.self_attn.q_proj = _Scaled(theirs.self_attn.q_proj, addons.head_gain, addons.channel_gain)
+        theirs.self_attn.q_proj = _Scaled(
+            theirs.self_attn.q_proj, addons.head_gain, addons.channel_gain, addons.query_mix
+        )
         theirs.self_attn.k_proj = _Shifted(theirs.self_attn.k_proj, addons.shift)
     close(CASES["llama"].forward(model), CASES["llama"].forward(plain))
 

@@ -214,12 +214,13 @@ def test_tie_is_refused_where_heads_differ() -> None:
         if c.plain and n in ("gpt", "gpt-gqa-bias", "gpt2", "llama", "bert", "phi3", "timm", "gpt-neox", "albert")
     ],
 )
-def test_slices(name: str) -> None:
+@pytest.mark.parametrize("turn", [0, 1, 5])
+def test_slices(name: str, turn: int) -> None:
     """Equal to matrices of zeros and ones, in the model and in what the plain library loads."""
     case = CASES[name]
     model = case.build()
     keys = set(model.state_dict())
-    report = oelm.apply(model, oelm.Variant(init="slices"))
+    report = oelm.apply(model, oelm.Variant(init="slices", turn=turn))
     found = [m for m in model.modules() if isinstance(m, Slice)]
     assert len(found) == 2 * sum(case.stacks.values())
     assert not any(p.role in ("q", "k") for p in oelm.find_projections(model))
@@ -230,10 +231,11 @@ def test_slices(name: str) -> None:
     group = case.heads // case.kv_heads
     for p in oelm.find_projections(plain):
         if p.role in ("q", "k"):
-            step = 1 if p.role == "q" else group
+            step, on = (1, 0) if p.role == "q" else (group, turn)
             for h in range(p.n_heads):
                 rows = torch.zeros(p.head_dim, WIDTH, dtype=torch.float64)
-                rows[:, h * step * p.head_dim : (h * step + 1) * p.head_dim] = torch.eye(p.head_dim)
+                start = (h * step + on) * p.head_dim % WIDTH
+                rows[:, start : start + p.head_dim] = torch.eye(p.head_dim)
                 assert torch.equal(p.weight[h], rows)
     with torch.no_grad():
         assert (case.forward(plain) - case.forward(model)).abs().max() < 1e-12

@@ -6,10 +6,11 @@ import importlib.util
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_studies import TUNED, run_study, study
+from small_studies import BASE, TUNED, run_study, study
 
 from oelm.study import cost, plan
 from oelm.study.plan import make_plan, seeds_needed, significance, smallest_p
@@ -186,3 +187,17 @@ def test_every_study_plans(tmp_path: Path) -> None:
         assert len(made.rows) == len(
             expand(load_study(name), dict.fromkeys(plan._tuned_cells(load_study(name)), 0.001))
         )
+
+
+def test_a_token_store_brings_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oelm.data import sources, store
+
+    kept = SimpleNamespace(name="wikipedia", tokenizer=SimpleNamespace(name="gpt2"))
+    monkeypatch.setattr(sources, "data_folders", lambda folder=None: [("folder", tmp_path)])
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "stores", lambda: [(tmp_path, kept)])
+    for tokenizer, missing in (("gpt2", []), ("bert", ["tokenizer 'bert' (1 run)"])):
+        data = {"name": "wikipedia", "tokenizer": tokenizer, "context": 64}
+        one = study(base=BASE | {"data": data}, arms=["baseline"])
+        said = [line.split(":")[0] for line in make_plan(one, tmp_path).warnings]
+        assert [line for line in said if line.startswith(("tokenizer", "data"))] == missing

@@ -1,4 +1,4 @@
-"""A few trained scalars beside the projections: a gain per head, a gain per channel, shifted keys.
+"""A few trained scalars beside the projections: a gain per head, a gain per channel, shifted keys, a small matrix per head.
 
 Owns the arithmetic (`Addons`), which our transformer calls itself. For other models see `attach`, which hooks the
 projections' outputs. Refuses models in which an add-on could not be right, and says why.
@@ -27,7 +27,7 @@ SHIFT_START = 0.0
 class Addons(nn.Module):
     """Trained scalars of one attention layer, applied to (B, T, heads, head_dim) before any rotation.
 
-    head_gain (heads,) and channel_gain (heads, head_dim) multiply the query, so that a head's logits are scaled; they
+    query_mix (heads, head_dim, head_dim) multiplies each head's query and starts as the identity. head_gain (heads,) and channel_gain (heads, head_dim) multiply the query, so that a head's logits are scaled; they
     start at 1, exactly no change. shift (kv_heads, head_dim) mixes each key with its predecessor's:
     k_t <- (1 - sigmoid(mu)) k_t + sigmoid(mu) k_{t-1}; mu starts at 0. A position without a predecessor keeps k_t.
     """
@@ -55,6 +55,9 @@ class Addons(nn.Module):
         self.head_dim = head_dim
         self.head_gain = filled(1.0, heads) if "head-gain" in kinds else None
         self.channel_gain = filled(1.0, heads, head_dim) if "channel-gain" in kinds else None
+        self.query_mix: nn.Parameter | None = None
+        if "query-mix" in kinds:
+            self.query_mix = nn.Parameter(torch.eye(head_dim, dtype=dtype, device=device).repeat(heads, 1, 1))
         self.shift = filled(SHIFT_START, kv_heads, head_dim) if "shift-keys" in kinds else None
 
     def forward(
@@ -68,7 +71,9 @@ class Addons(nn.Module):
         return self.query(q), self.key(k, first=first, previous=previous)
 
     def query(self, q: Tensor) -> Tensor:
-        """The query with its gains."""
+        """The query, mixed within its head and with its gains."""
+        if self.query_mix is not None:
+            q = torch.einsum("bthi,hij->bthj", q, self.query_mix.to(q.dtype))
         gain: Tensor | None = self.channel_gain
         if self.head_gain is not None:
             per_head = self.head_gain[:, None]

@@ -288,7 +288,7 @@ def _treat(
     """Write, tie and freeze one attention module; what was done to each parameter."""
     if variant.init == "slices":
         for role in ("q", "k"):
-            _put_slice(model, site, role, undo)
+            _put_slice(model, site, role, variant.turn if role == "k" else 0, undo)
         return []
     entries: list[Entry] = []
     for role in touched_roles(variant):
@@ -357,12 +357,12 @@ def _own_copy(module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any)
         state[key] = state[key].detach().clone()
 
 
-def _put_slice(model: nn.Module, site: Site, role: str, undo: Undo) -> None:
+def _put_slice(model: nn.Module, site: Site, role: str, turn: int, undo: Undo) -> None:
     part = site.parts[role]
     weight = part.parameter
     assert weight is not None
     heads = site.heads(role)
-    new = Slice(heads, site.head_dim, site.n_heads // heads, weight, part.bias is not None, part.transposed)
+    new = Slice(heads, site.head_dim, site.n_heads // heads, weight, part.bias is not None, part.transposed, turn)
     _replace(model, part.holder, new, undo)
 
 

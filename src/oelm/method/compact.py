@@ -413,7 +413,8 @@ def _check_slices(sites: Mapping[tuple[str, int], Site], record: Record, path: P
             rows = site.parts[role].rows()
             assert rows is not None
             heads = site.heads(role)
-            expected = Slice(heads, site.head_dim, site.n_heads // heads, rows, False).weight
+            turn = record.variant.turn if role == "k" else 0
+            expected = Slice(heads, site.head_dim, site.n_heads // heads, rows, False, turn=turn).weight
             if not torch.equal(rows.reshape(expected.shape), expected):
                 raise FrozenWeightsChanged(
                     f"{path}: {site.parts[role].name} is not the slice that was saved; load the weights of this folder"

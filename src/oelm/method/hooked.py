@@ -124,7 +124,7 @@ class HookedAddons(Addons):
         """Register on the attention module and on what gives its queries and keys."""
         site.module.register_forward_pre_hook(self.before, with_kwargs=True)
         targets = {"q": _target(site, "q"), "k": _target(site, "k")}
-        if self.head_gain is not None or self.channel_gain is not None:
+        if set(self.kinds) - {"shift-keys"}:
             targets["q"].register_forward_hook(self.on_query)
         if self.shift is not None:
             targets["k"].register_forward_hook(self.on_key)

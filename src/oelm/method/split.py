@@ -283,7 +283,7 @@ def _split_attention_keys(module: nn.Module, state: dict[str, Any], prefix: str,
 
 
 class Slice(nn.Module):
-    """A projection without a matrix: head h reads channels h * head_dim and on of its input.
+    """A projection without a matrix: head h reads channels h * head_dim and on of its input, or of the head `turn` further.
 
     With fewer key/value heads than query heads, a key/value head reads the slice of the first query head of its group.
     Exported as the matrix of zeros and ones that does the same.
@@ -292,16 +292,18 @@ class Slice(nn.Module):
     like: Tensor
 
     def __init__(
-        self, heads: int, head_dim: int, step: int, like: Tensor, bias: bool, transposed: bool = False
+        self, heads: int, head_dim: int, step: int, like: Tensor, bias: bool, transposed: bool = False, turn: int = 0
     ) -> None:
         super().__init__()
-        self.heads, self.head_dim, self.step = heads, head_dim, step
+        self.heads, self.head_dim, self.step, self.turn = heads, head_dim, step, turn
         self.has_bias, self.transposed = bias, transposed
         self.in_features, self.out_features = heads * head_dim * step, heads * head_dim
         self.register_buffer("like", like.detach().new_zeros(()), persistent=False)  # follows dtype and device
         exchange_keys(self, _write_slice, _read_slice)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.turn:
+            x = x.roll(-self.turn * self.head_dim, -1)
         if self.step == 1:
             return x
         return x.reshape(*x.shape[:-1], self.heads * self.step, self.head_dim)[..., :: self.step, :].flatten(-2)
@@ -310,6 +312,7 @@ class Slice(nn.Module):
     def weight(self) -> Tensor:
         """The matrix of zeros and ones, (out, in) or transposed as the family keeps it."""
         eye = torch.eye(self.in_features, dtype=self.like.dtype, device=self.like.device)
+        eye = eye.roll(-self.turn * self.head_dim, 0)
         rows = eye.view(self.heads, self.step, self.head_dim, self.in_features)[:, 0].flatten(0, 1)
         return rows.t().contiguous() if self.transposed else rows
 
@@ -318,7 +321,7 @@ class Slice(nn.Module):
         return self.like.new_zeros(self.out_features) if self.has_bias else None
 
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, head_dim={self.head_dim}, step={self.step}"
+        return f"heads={self.heads}, head_dim={self.head_dim}, step={self.step}, turn={self.turn}"
 
 
 def _write_slice(module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:

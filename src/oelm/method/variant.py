@@ -20,7 +20,7 @@ SCOPES = ("head", "matrix")
 FREEZES = ("none", "q", "k", "qk", "qk+ffn")
 BIASES = ("follow", "train")
 ORDERS = ("top-down", "bottom-up", "at-once")
-ADDONS = ("shift-keys", "head-gain", "channel-gain")
+ADDONS = ("shift-keys", "head-gain", "channel-gain", "query-mix")
 
 _LAYERS = re.compile(r"(all|none)|(first|last|every|except-first|except-last):([1-9][0-9]{0,5})")
 _LARGEST = sys.float_info.max
@@ -96,7 +96,8 @@ class Variant(_Named):
     freeze  which matrices never train (or train from `thaw` on)
     layers  where matrices are drawn, tied and frozen: all | first:n | last:n | every:n | except-first:n | except-last:n | a list of layer numbers
             (numbers count from 0, negative ones from the end; every:2 is the second layer, the fourth, and so on)
-    addons  few trained scalars beside the matrices of every layer: shift-keys, head-gain, channel-gain
+    turn    slices only: a head's key reads the slice of the head so many further on, so that it can ask for other than it offers
+    addons  few trained scalars beside the matrices of every layer: shift-keys, head-gain, channel-gain; query-mix (a matrix per head)
     biases  follow: a bias is zeroed by a fresh draw and frozen with its matrix; train: biases are left alone
     cross   whether cross-attention is treated too
     """
@@ -107,6 +108,7 @@ class Variant(_Named):
     gain: float = 1.0
     std: float | None = None
     tie: bool = False
+    turn: int = 0
     freeze: str = "qk"
     layers: str | tuple[int, ...] = "all"
     thaw: Thaw | None = None
@@ -151,6 +153,8 @@ class Variant(_Named):
                 raise ConfigError(f'variant.std: belongs to init = "gaussian", not to {self.init!r}; use gain')
             if self.gain != 1.0:
                 raise ConfigError("variant.std and variant.gain: give one of the two")
+        if isinstance(self.turn, bool) or not isinstance(self.turn, int) or not 0 <= self.turn < 10**6:
+            raise ConfigError(f"variant.turn: expected a whole number of heads, 0 or more, got {_shown(self.turn)}")
         parse_layers(self.layers)
         self._check_pairs()
 
@@ -167,6 +171,8 @@ class Variant(_Named):
             raise ConfigError(
                 'variant.tie: init = "slices" has no matrices to tie; its heads read one slice for both already'
             )
+        if self.turn and self.init != "slices":
+            raise ConfigError(f'variant.turn: belongs to init = "slices", not to {self.init!r}; leave it at 0')
         if self.init == "slices":
             if set(self.roles) != {"q", "k"} or self.freeze != "qk":
                 raise ConfigError(

@@ -84,11 +84,11 @@ def _no_data(spec: DataSpec, data_folder: Path | None) -> str:
 
 
 def _is_kept(spec: DataSpec) -> bool:
-    """Whether a prepared task of these settings is kept: it needs neither the text nor the tokenizer."""
+    """Whether the data is here as tokens, a prepared task or a store: it needs neither the text nor the tokenizer."""
     from oelm.data import store, tasks
 
     if spec.name not in tasks.TASKS:
-        return False
+        return any((index.name, index.tokenizer.name) == (spec.name, spec.tokenizer) for _, index in store.stores())
     return any((folder / tasks.task_file(spec)).is_file() for folder in store.stores_folders())
 
 
