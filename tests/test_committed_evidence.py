@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,28 @@ def test_reports_are_rendered_from_results(tmp_path):
     assert rendered == committed
     for name in rendered:
         assert (tmp_path / name).read_bytes() == (ROOT / "reports" / name).read_bytes(), name
+
+
+@pytest.mark.skipif(not RESULTS, reason="no results are committed yet")
+def test_the_table_in_the_readme_is_made_from_results(tmp_path):
+    from oelm.evidence import final
+    from oelm.study.rows import studies_here
+
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    final.write_summary(tmp_path / "README.md", ROOT / "results", studies_here())
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+@pytest.mark.skipif(not RESULTS, reason="no results are committed yet")
+def test_committed_records_give_the_committed_results(tmp_path):
+    """Whoever unpacks the records and collects them gets the tables that the reports were rendered from."""
+    from oelm.evidence import results
+    from oelm.study.rows import load_study, studies_here
+
+    for table in sorted((ROOT / "results").glob("*.sha256")):
+        study = load_study(studies_here()[table.stem])
+        with tarfile.open(ROOT / "results" / f"{study.name}.runs.tar.gz") as packed:
+            packed.extractall(tmp_path, filter="data")
+        results.write(results.collect(study, tmp_path), tmp_path / "results")
+        for made in sorted((tmp_path / "results").glob(f"{study.name}.*")):
+            assert made.read_bytes() == (ROOT / "results" / made.name).read_bytes(), made.name

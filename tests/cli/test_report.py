@@ -24,7 +24,15 @@ def test_report_all_writes_index_and_final(tmp_path, monkeypatch):
     made_study(tmp_path)
     (tmp_path / "mine.toml").rename(tmp_path / "studies" / "mine.toml")
     assert CliRunner().invoke(app, ["analyze", "--all"]).exit_code == 0
-    done = CliRunner().invoke(app, ["report", "--all", "--format", "html"])
+    words = ["report", "--all", "--format", "html", "--readme", "README.md"]
+    assert CliRunner().invoke(app, words).exit_code != 0  # there is none
+    (tmp_path / "README.md").write_text("above\n<!-- results:begin -->\nold\n<!-- results:end -->\nbelow\n")
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert done.stdout.split() == ["reports/mine.html", "reports/index.html", "reports/final.html"]
+    assert done.stdout.split() == ["reports/mine.html", "reports/index.html", "reports/final.html", "README.md"]
+    told = (tmp_path / "README.md").read_text()
+    assert told.startswith("above\n<!-- results:begin -->\n| study |")
+    assert told.endswith("<!-- results:end -->\nbelow\n")
+    assert "old" not in told
+    assert "| mine | " in told
     assert 'href="mine.html"' in (tmp_path / "reports" / "index.html").read_text()

@@ -27,6 +27,9 @@ def run_of(**changes: Any) -> Run:
 def test_the_counts_of_the_original_models_are_right() -> None:
     assert cost.parameters(run_of()) == cost.Parameters(44_896_768, 0)
     assert cost.parameters(run_of(variant="oelm-freeze")) == cost.Parameters(44_896_768, 3_145_728)
+    shape = {"width": 128, "layers": 2, "heads": 4, "hidden": 256, "context": 64}
+    recall = {"name": "recall", "context": 64, "pairs": 8, "symbols": 64}
+    assert cost.parameters(run_of(model=shape, data=recall)) == cost.Parameters(280_704, 0)  # as a run of it recorded
     bert = run_of(model={"preset": "bert-base", "labels": 3}, data="mnli", variant="orthogonalize-frozen")
     assert cost.parameters(bert) == cost.Parameters(109_484_547, 14_174_208)
 

@@ -24,6 +24,10 @@ def report(
     formats: Annotated[
         list[str] | None, typer.Option("--format", help="html, md, tex, pdf, figures (default: the first four).")
     ] = None,
+    readme: Annotated[
+        Path | None,
+        typer.Option("--readme", help="With --all: put the table of all verdicts between this file's marks."),
+    ] = None,
     allow_mixed: Annotated[
         bool, typer.Option("--allow-mixed", help="Compare across data fingerprints and versions, and say so.")
     ] = False,
@@ -44,6 +48,9 @@ def report(
             output.note("no PDF: neither Chromium nor Chrome is on the path; print the HTML page from any browser")
     if all_studies:
         written = final.render_all(results, out, formats, studies_here(), allow_mixed=allow_mixed)
+        if readme is not None:
+            final.write_summary(readme, results, studies_here(), allow_mixed=allow_mixed)
+            written.append(readme)
     elif study:
         written = []
         for name in study:

@@ -11,6 +11,7 @@ from typing import Any
 
 from oelm.errors import DataError
 from oelm.evidence import claims, report, results
+from oelm.evidence.results import replace_text
 from oelm.evidence.statistics import VERDICTS
 from oelm.study.rows import load_study
 
@@ -23,23 +24,60 @@ def render_all(
 ) -> list[Path]:
     """Every study that has a results CSV, then the index and the final report."""
     report.check_formats(formats)
-    views, written = [], []
+    views = _views(results_dir, studies, allow_mixed)
+    written = []
     out_dir.mkdir(parents=True, exist_ok=True)
-    for name, path in sorted(studies.items()):
-        if not (results_dir / f"{name}.csv").is_file():
-            continue
-        study = load_study(path)
-        view = report.view_of(study, results.load(results_dir / f"{name}.csv"), allow_mixed=allow_mixed)
-        written += report.write_formats(view, out_dir, study.name, formats, page="report")
-        views.append(view)
-    if not views:
-        raise DataError(
-            f"{results_dir}: no results of a known study; `oelm analyze --all` writes them from run records"
-        )
+    for view in views:
+        written += report.write_formats(view, out_dir, view["title"], formats, page="report")
     view = overview(views)
     pages = [name for name in formats if name in ("html", "md", "pdf")]
     written += report.write_formats(view, out_dir, "index", [name for name in pages if name == "html"], page="index")
     return written + report.write_formats(view, out_dir, "final", pages, page="final")
+
+
+def _views(results_dir: Path, studies: Mapping[str, Path], allow_mixed: bool) -> list[dict[str, Any]]:
+    """What the pages show of every study that has results."""
+    there = [path for name, path in sorted(studies.items()) if (results_dir / f"{name}.csv").is_file()]
+    if not there:
+        raise DataError(
+            f"{results_dir}: no results of a known study; `oelm analyze --all` writes them from run records"
+        )
+    loaded = [load_study(path) for path in there]
+    return [
+        report.view_of(study, results.load(results_dir / f"{study.name}.csv"), allow_mixed=allow_mixed)
+        for study in loaded
+    ]
+
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+def write_summary(file: Path, results_dir: Path, studies: Mapping[str, Path], *, allow_mixed: bool = False) -> None:
+    """Put the declared comparisons of every study with results between the two marks of a Markdown file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); name a Markdown file that is there") from None
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise DataError(f"{file}: holds no {BEGIN} and {END}; put the two lines where the table belongs")
+    views = _views(results_dir, studies, allow_mixed)
+    replace_text(file, f"{before}{BEGIN}\n{summary_table(views)}\n{END}{after}")
+
+
+def summary_table(views: Sequence[Mapping[str, Any]]) -> str:
+    """The declared comparisons of every study as one Markdown table, a line each."""
+    lines = [
+        "| study | compared | where | difference (95 % interval) | seeds | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
+    for view in views:
+        for c in view["comparisons"]:
+            number = c["difference"] if c["t"] == "–" else f"{c['difference']} ({c['t']})"
+            cells = (view["title"], f"{c['arm']} against {c['against']}", c["where"], number, str(c["n"]), c["verdict"])
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *overview(views)["summary"]])
 
 
 def overview(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def _not_planned_yet(study: Study, contrast: Contrast, at: Mapping[str, Any]) ->
     return [
         [
             settings_columns(study.name, {"arm": cell.arm}, Run.read(cell.settings, where=cell.name))
-            | {"status": "missing"}
+            | {"status": "missing", "lr": None}
             for cell in cells(study)
             if cell.arm in (contrast.arm, contrast.against)
             and all(cell.at.get(key) == value for key, value in at.items())

@@ -70,6 +70,8 @@ def parameters(run: Run, record: Mapping[str, Any] | None = None) -> Parameters 
 
 def _vocab(run: Run) -> int:
     assert isinstance(run.model, Shape)
+    if run.data.name == "recall":
+        return run.data.symbols + 1
     named = {"gpt2": 50257, "bert": 30522, "demo-bpe": 1536, "bytes": 257}
     return named.get(run.data.tokenizer, run.model.vocab)
 
