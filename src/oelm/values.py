@@ -13,7 +13,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -116,11 +116,12 @@ def explain(error: ValidationError, cls: type[BaseModel], where: str) -> str:
     """The first problem of a pydantic error as our one line; says how many more there are."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    key = ".".join(str(part) for part in first["loc"]) or "(whole table)"
+    parts, table = _as_written(cls, first["loc"])
+    key = ".".join(parts) or "(whole table)"
     shown = _shown(first.get("input"))
     kind = first["type"]
     if kind == "extra_forbidden":
-        known = _known_keys(cls, first["loc"])
+        known = list(getattr(table, "model_fields", {}))
         said = f"unknown key; {nearest(str(first['loc'][-1]), known)}" if known else "unknown key"
     elif kind == "missing":
         said = "is required and missing"
@@ -151,17 +152,25 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def _known_keys(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """Field names of the table that holds the unknown key at `loc`."""
+def _as_written(cls: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], Any]:
+    """The parts of `loc` that a user wrote, without the names of a union's members; and the table that holds the last."""
     model: Any = cls
-    for part in loc[:-1]:
-        if isinstance(part, int):
-            continue
+    parts: list[str] = []
+    members: dict[str, Any] = {}
+    for place, part in enumerate(loc):
+        if part in members:
+            model = members[str(part)]
+        else:
+            parts.append(str(part))
+        members = {}
         field = getattr(model, "model_fields", {}).get(part)
-        if field is None:
+        if field is None or place == len(loc) - 1:
             continue
+        if isinstance(field.discriminator, str):
+            found = [one for one in get_args(field.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
+            members = {one.model_fields[field.discriminator].default: one for one in found}
         model = _model_in(field.annotation) or model
-    return list(getattr(model, "model_fields", {}))
+    return parts, model
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
