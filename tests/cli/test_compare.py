@@ -36,9 +36,19 @@ def test_the_template_is_written_once_and_is_a_study(here):
     assert (here / "mine.toml").read_bytes() == before
 
 
+def test_a_preset_stands_for_its_pretrained_model(here):
+    assert invoke("mine.toml", "--data", 'my "data".csv', "--model", "minilm").exit_code == 0
+    assert expand(load_study(here / "mine.toml"))[0].run.model.path == "sentence-transformers/all-MiniLM-L6-v2"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(("mine.toml",), "--data"), (("mine.toml", "--data", "no.csv"), "no.csv"), (("mine",), ".toml")],
+    [
+        (("mine.toml", "--data", 'my "data".csv', "--model", "gpt-512"), "from scratch"),
+        (("mine.toml",), "--data"),
+        (("mine.toml", "--data", "no.csv"), "no.csv"),
+        (("mine",), ".toml"),
+    ],
 )
 def test_mistakes_are_one_line(here, words, said):
     done = invoke(*words)

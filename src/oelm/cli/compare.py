@@ -18,7 +18,9 @@ def register(app: typer.Typer) -> None:
 def compare(
     study: Annotated[Path, typer.Argument(metavar="MY_STUDY.toml", help="Written if it is not there, else run.")],
     data: Annotated[Path | None, typer.Option("--data", help="Your CSV, JSONL or Parquet file or folder.")] = None,
-    model: Annotated[str, typer.Option("--model", help="A Hugging Face name or folder.")] = "bert-base-uncased",
+    model: Annotated[
+        str, typer.Option("--model", help="A Hugging Face name or folder, or bert-base or minilm.")
+    ] = "bert-base-uncased",
     text: Annotated[str, typer.Option("--text", help="The column of texts.")] = "text",
     label: Annotated[str, typer.Option("--label", help="The column of labels.")] = "label",
     tokenizer: Annotated[
@@ -34,6 +36,7 @@ def compare(
     from oelm.cli import output
     from oelm.errors import ConfigError, StudyIncomplete
     from oelm.evidence import report, results, verdicts
+    from oelm.models.shapes import PRESETS, Shape
     from oelm.study.plan import make_plan
     from oelm.study.rows import load_study, parse_overrides
     from oelm.study.runner import Options, Runner
@@ -45,6 +48,12 @@ def compare(
             raise ConfigError(f"{study}: is not there yet; give --data FILE (and --model NAME) to write it")
         if not data.exists():
             raise ConfigError(f"--data {data}: no such file or folder")
+        preset = PRESETS.get(model)
+        if isinstance(preset, Shape):
+            raise ConfigError(
+                f"--model {model}: is trained from scratch, and this compares fine-tunings; use bert-base or minilm"
+            )
+        model = preset.path if preset is not None else model
         own = Path(model) / "tokenizer.json"
         view = {
             "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
