@@ -25,6 +25,9 @@ from oelm.method.thaw import param_groups
 from oelm.method.variant import Variant, as_variant
 
 
+LARGE = 2**26  # parameters that AdamW takes at memory's full speed
+
+
 @dataclass(frozen=True)
 class Timing:
     """A training step (forward, backward, AdamW), and what would come on top if everything trained."""
@@ -114,31 +117,65 @@ def left_out(model: nn.Module, tokens: int, dtype: torch.dtype, *, replayed: boo
     """Seconds of the products, and of AdamW, that a step on so many tokens leaves out because of what is frozen.
 
     A frozen matrix costs no weight gradient, one product for each module that holds it; a slice costs none of three.
+    Where q, k and v are one product, the step is spared what that takes beyond the product of those that train.
     """
-    products: Counter[tuple[int, int, torch.device]] = Counter()
-    for module in model.modules():
-        if isinstance(module, Slice):
-            products[module.out_features, module.in_features, module.like.device] += 3
-        elif not isinstance(module, nn.Embedding):
-            for parameter in module._parameters.values():
-                if parameter is not None and not parameter.requires_grad and parameter.ndim == 2:
-                    products[parameter.shape[0], parameter.shape[1], parameter.device] += 1
     seconds = 0.0
-    for (rows, columns, device), count in products.items():
+    for (rows, columns, device), count in _products(model).items():
         grad, x = (torch.randn(tokens, n, device=device, dtype=dtype) for n in (rows, columns))
         seconds += count * _seconds(lambda grad=grad, x=x: grad.t() @ x, replayed)  # type: ignore[misc]
+    seconds = max(0.0, seconds)  # differences of small times
     twins = [torch.zeros_like(p, requires_grad=True) for p in model.parameters() if not p.requires_grad]
     twins += [
         torch.zeros(m.out_features, m.in_features, dtype=m.like.dtype, device=m.like.device, requires_grad=True)
         for m in model.modules()
         if isinstance(m, Slice)
     ]
-    for twin in twins:
-        twin.grad = torch.zeros_like(twin)
     if not twins:
         return seconds, 0.0
-    adamw = torch.optim.AdamW(twins, fused=True, capturable=True) if replayed else torch.optim.AdamW(twins)
-    return seconds, _seconds(adamw.step, replayed)
+    if replayed:
+        return seconds, _adamw_share(sum(twin.numel() for twin in twins), twins[0])
+    for twin in twins:
+        twin.grad = torch.zeros_like(twin)
+    return seconds, _seconds(torch.optim.AdamW(twins).step)
+
+
+def _products(model: nn.Module) -> Counter[tuple[int, int, torch.device]]:
+    """How often a product of (rows, columns) is left out; less than nothing for what a fused one still computes."""
+    products: Counter[tuple[int, int, torch.device]] = Counter()
+    fused: set[int] = set()
+    for module in model.modules():
+        if getattr(module, "fused", False) is True:
+            parts = [getattr(module, role, None) for role in ("q", "k", "v")]
+            fused |= {id(part) for part in parts if part is not None}
+            _count_fused(products, [part for part in parts if isinstance(part, nn.Linear | Slice)])
+        elif isinstance(module, Slice) and id(module) not in fused:
+            products[module.out_features, module.in_features, module.like.device] += 3
+        elif not isinstance(module, nn.Embedding) and id(module) not in fused:
+            for parameter in module._parameters.values():
+                if parameter is not None and not parameter.requires_grad and parameter.ndim == 2:
+                    products[parameter.shape[0], parameter.shape[1], parameter.device] += 1
+    return products
+
+
+def _count_fused(products: Counter[tuple[int, int, torch.device]], parts: list[nn.Linear | Slice]) -> None:
+    """One product of all parts, each matrix once, less one of those that train."""
+    matrices = {id(part.weight) if isinstance(part, nn.Linear) else id(part): part for part in parts}
+    slices = [part for part in parts if isinstance(part, Slice)]
+    trained = [part for part in matrices.values() if isinstance(part, nn.Linear) and part.weight.requires_grad]
+    if len(trained) == len(matrices):
+        return
+    times, width, device = (3 if slices else 1), parts[0].in_features, parts[-1].weight.device
+    products[sum(part.out_features for part in matrices.values()), width, device] += times
+    if trained:
+        products[sum(part.out_features for part in trained), width, device] -= times
+
+
+def _adamw_share(count: int, like: Tensor) -> float:
+    """Seconds of so many parameters' part of one AdamW over very many."""
+    flat = torch.zeros(max(count, LARGE), dtype=like.dtype, device=like.device, requires_grad=True)
+    flat.grad = torch.zeros_like(flat)
+    step = torch.optim.AdamW([flat], fused=True, capturable=True).step
+    return _seconds(step, replayed=True) * count / flat.numel()
 
 
 def _real(value: Tensor, device: torch.device) -> Tensor:
