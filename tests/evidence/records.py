@@ -74,6 +74,8 @@ def record(planned: Planned, study: str, *, loss: float | None, status: str = "d
             "source": "0123456789ab",
             "git": "abc",
             "dirty": False,
+            "world": 1,
+            "beside": 5,
         },
         "error": None if status == "done" else "the loss became NaN at step 7",
         "curve": [] if loss is None else [[t, loss + 50_000 / t] for t in (50_000, 100_000, 200_000, 409_600)],

@@ -60,6 +60,12 @@ def test_rendered_twice_is_the_same_bytes_and_small(made, tmp_path):
     assert (tmp_path / "a" / "synthetic.html").stat().st_size < 3_000_000
 
 
+def test_device_hours_count_a_shared_device_once(made):
+    study, table = made
+    seconds = 12.5 * (2 * 3 * 2 + 2 * 4)  # of every tuning run and comparison, five side by side
+    assert dict(report.view_of(study, table)["cost"])["device-hours"] == f"{seconds / 5 / 3600:.3g}"
+
+
 def test_a_report_holds_what_a_reviewer_asks_for(made, tmp_path):
     study, table = made
     report.render(study, table, tmp_path, ("html", "md"))

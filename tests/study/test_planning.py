@@ -95,6 +95,9 @@ def test_estimates_are_corrected_by_what_runs_took() -> None:
     record = {"status": "done", "run": run.model_dump(mode="json"), "cost": {"seconds": 500.0}}
     assert cost.Estimator([record], "cuda").seconds(run) == pytest.approx(500.0)
     assert cost.Estimator([record], "cuda").seconds(run_of(budget={"steps": 100_000})) > 500
+    for environment, seconds in (({"beside": 4}, 125.0), ({"world": 2, "beside": 1}, 1000.0), ({}, 500.0)):
+        shared = record | {"environment": environment | {"device": "cuda: H200"}}
+        assert cost.Estimator([shared], "cuda").seconds(run) == pytest.approx(seconds)
     on_cpu = record | {"environment": {"device": "cpu: x"}}
     assert cost.Estimator([on_cpu], "cuda").measured == 0
     assert cost.Estimator([{"status": "failed"}], "cuda").seconds(run) > 0

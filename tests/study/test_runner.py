@@ -304,6 +304,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_worker_sees_its_device_alone() -> None:
     assert devices.environment("3", 1)["CUDA_VISIBLE_DEVICES"] == "3"
     assert devices.environment("cpu", 1)["CUDA_VISIBLE_DEVICES"] == ""
+    assert devices.environment("3", 4)["OELM_BESIDE"] == "4"
 
 
 def test_longest_first(tmp_path: Path, fake: str) -> None:

@@ -231,7 +231,7 @@ def _flat(table: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _cost(results: Table) -> list[tuple[str, str]]:
-    seconds = [row["seconds"] for row in results.rows if row.get("seconds") is not None]
+    seconds = [row["seconds"] * (row.get("devices") or 1.0) for row in results.rows if row.get("seconds") is not None]
     energy = [row["energy_j"] for row in results.rows if row.get("energy_j") is not None]
     peak = [row["peak_bytes"] for row in results.rows if row.get("peak_bytes") is not None]
     tokens = [row["tokens_seen"] for row in results.rows if row.get("tokens_seen") is not None]

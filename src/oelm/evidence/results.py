@@ -21,6 +21,7 @@ from typing import Any
 
 from oelm.errors import DataError, MachineError
 from oelm.evidence.labels import data_label, model_label, variant_label
+from oelm.study.cost import devices_of
 from oelm.study.rates import chosen_rates
 from oelm.study.rows import Planned, Study, expand
 from oelm.train import examples
@@ -40,7 +41,7 @@ FIRST = [
 METRICS = ("validation", "best", "test")
 LAST = [
     *("params_total", "params_trainable", "params_frozen", "logit_std", "frozen_start", "frozen_end"),
-    *("seconds", "train_seconds", "step_seconds_median", "tokens_per_s", "peak_bytes", "energy_j"),
+    *("seconds", "devices", "train_seconds", "step_seconds_median", "tokens_per_s", "peak_bytes", "energy_j"),
     *("oelm", "torch", "python", "device", "source", "git", "dirty", "error", "settings"),
 ]
 TEXT = {
@@ -261,6 +262,7 @@ def _measured(record: Mapping[str, Any]) -> Row:
     }
     for name in ("seconds", "train_seconds", "step_seconds_median", "tokens_per_s", "peak_bytes", "energy_j"):
         row[name] = number(cost.get(name))
+    row["devices"] = None if row["seconds"] is None else devices_of(record)
     for name in ("oelm", "torch", "python", "device", "source", "git"):
         value = environment.get(name)
         row[name] = None if value is None else str(value)

@@ -138,6 +138,13 @@ def likeness(run: Run) -> str:
     return f"{model}/{run.data.name}/{run.data.context}/{run.budget.batch}"
 
 
+def devices_of(record: Mapping[str, Any]) -> float:
+    """How much of a device a run had: several for one of several processes, a part for one of several side by side."""
+    environment = record.get("environment") or {}
+    world, beside = (environment.get(name) or 1 for name in ("world", "beside"))
+    return float(world) / float(beside)
+
+
 class Estimator:
     """Seconds and bytes of a run, from what finished runs took: of its kind if there are any, else of all."""
 
@@ -154,7 +161,7 @@ class Estimator:
                 run = Run.model_validate(record.get("run"))
             except ValueError:
                 continue
-            self._ratios.setdefault(likeness(run), []).append(float(seconds) / self._guess(run))
+            self._ratios.setdefault(likeness(run), []).append(float(seconds) * devices_of(record) / self._guess(run))
         every = [ratio for ratios in self._ratios.values() for ratio in ratios]
         self._all = statistics.median(every) if every else 1.0
         self.measured = len(every)
@@ -163,7 +170,7 @@ class Estimator:
         return operations(run) / SPEED[self.kind] + STARTUP[self.kind]
 
     def seconds(self, run: Run) -> float:
-        """Of one run on one device, all in."""
+        """Of one run on one device that it has for itself, all in."""
         alike = self._ratios.get(likeness(run))
         return self._guess(run) * (statistics.median(alike) if alike else self._all)
 

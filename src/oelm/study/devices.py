@@ -66,6 +66,7 @@ def environment(device: str, per_device: int) -> dict[str, str]:
     """What a worker of a device gets, set before it starts: which device it sees and how many threads it may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values = {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else device, "PYTHONUNBUFFERED": "1"}
+    values["OELM_BESIDE"] = str(per_device)
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         values["OMP_NUM_THREADS"] = str(max(1, cores // per_device))
     return values

@@ -39,6 +39,7 @@ def environment(device: torch.device, precision: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "precision": precision,
         "world": int(os.environ.get("WORLD_SIZE", "1")),
+        "beside": int(os.environ.get("OELM_BESIDE", "1")),  # runs that shared the device, this one counted
     }
 
 
