@@ -388,6 +388,22 @@ def test_smaller_budgets_are_a_curve_and_the_family_is_the_largest(tmp_path):
     assert primary.estimate.mean == pytest.approx(0.2, abs=0.01)
 
 
+def test_places_that_the_study_skips_for_an_arm_are_no_comparisons(tmp_path):
+    skip = {"when": {"budget.steps": 200, "arm": "gauss-frozen"}, "skip": True}
+    arms = ("baseline", "oelm-freeze", "gauss-frozen")
+    study = lm_study(tuning=None, arms=arms, axes={"budget.steps": [100, 200, 400]}, where=[skip])
+    for one in expand(study):
+        save(tmp_path, record(one, study.name, loss=2.0 + one.run.seed / 1000 + 0.1 * (one.arm != "baseline")))
+    found = [(c.arm, c.at["budget.steps"], c.family) for c in judged(study, tmp_path)]
+    assert sorted(found) == [
+        ("gauss-frozen", 100, 2),
+        ("gauss-frozen", 400, 2),
+        ("oelm-freeze", 100, 2),
+        ("oelm-freeze", 200, 1),
+        ("oelm-freeze", 400, 2),
+    ]
+
+
 # ---- calibration
 
 

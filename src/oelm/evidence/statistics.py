@@ -121,6 +121,8 @@ def _places(study: Study) -> list[tuple[Contrast, dict[str, Any], bool]]:
         for key in one.at:
             for value in study.axes.get(key, ()):
                 at = dict(one.at) | {key: axis_label(value)}
+                if any(study.skips(arm, at) for arm in (one.arm, one.against)):
+                    continue
                 if (one.arm, one.against, one.metric, at) not in seen:
                     seen.append((one.arm, one.against, one.metric, at))
                     places.append((one, at, False))

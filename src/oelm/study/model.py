@@ -206,11 +206,12 @@ class Study(Value):
             sizes = [sorted((axis_label(value) for value in self.axes[key]), reverse=True) for key in budgets]
             for largest in itertools.product(*sizes):
                 full = at | dict(zip(budgets, largest, strict=True))
-                if not any(self._skipped(arm, full) for arm in (one.arm, one.against)):
+                if not any(self.skips(arm, full) for arm in (one.arm, one.against)):
                     yield one.changed(at={key: full[key] for key in self.axes if key in full})
                     break
 
-    def _skipped(self, arm: str, at: Mapping[str, Any]) -> bool:
+    def skips(self, arm: str, at: Mapping[str, Any]) -> bool:
+        """Whether the study wants no run of the arm there."""
         return any(where.skip and matches(where.when, arm, at) for where in self.where)
 
 
