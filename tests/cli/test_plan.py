@@ -27,7 +27,7 @@ def test_a_plan_says_runs_cost_and_what_will_not_work(tmp_path: Path) -> None:
 
 def test_json_is_for_machines(tmp_path: Path) -> None:
     plan = json.loads(oelm("plan", "fair-lm", "--runs", tmp_path, "--json").stdout)
-    assert plan["states"]["queued"] == 12 * 4 + 2  # tuning of every arm, and the two rows of their own
+    assert plan["states"]["queued"] == 10 * 4 + 2  # tuning of every arm, and the two rows of their own
     assert plan["tests"] == 5
     assert plan["warnings"] == [] or all(isinstance(line, str) for line in plan["warnings"])
     assert len({row["id"] for row in plan["rows"]}) == plan["wanted"]

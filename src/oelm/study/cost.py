@@ -1,6 +1,6 @@
 """What a run will cost: parameters, operations, seconds and bytes; estimated, then corrected by what runs measured.
 
-Counts of our own shapes are exact for matrices and norms; a Hugging Face model is known once one run has recorded it.
+Counts of our own shapes are exact; a Hugging Face model is known once one run has recorded it.
 No torch here.
 """
 
@@ -86,6 +86,13 @@ def _of_shape(shape: Shape, variant: Variant, vocab: int) -> Parameters:
     ffn = 2 * width * shape.hidden + shape.hidden + width
     total = vocab * width + shape.layers * (q + k + v + o + ffn + 2 * norm) + norm
     total += shape.context * width if shape.positions == "learned" else 0
+    scalars = {
+        "shift-keys": key_width,
+        "head-gain": shape.heads,
+        "channel-gain": width,
+        "query-mix": width * shape.head_dim,
+    }
+    total += shape.layers * sum(scalars[kind] for kind in variant.addons)
     if shape.head == "lm":
         total += 0 if shape.tied else vocab * width
     else:
