@@ -33,7 +33,7 @@ def test_the_table_in_the_readme_is_made_from_results(tmp_path):
     from oelm.study.rows import studies_here
 
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
-    final.write_summary(tmp_path / "README.md", ROOT / "results", studies_here())
+    final.render_all(ROOT / "results", tmp_path, ["md"], studies_here(), readme=tmp_path / "README.md")
     assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
 
 

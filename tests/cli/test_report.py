@@ -29,7 +29,7 @@ def test_report_all_writes_index_and_final(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("above\n<!-- results:begin -->\nold\n<!-- results:end -->\nbelow\n")
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert done.stdout.split() == ["reports/mine.html", "reports/index.html", "reports/final.html", "README.md"]
+    assert done.stdout.split() == ["README.md", "reports/mine.html", "reports/index.html", "reports/final.html"]
     told = (tmp_path / "README.md").read_text()
     assert told.startswith("above\n<!-- results:begin -->\n| study |")
     assert told.endswith("<!-- results:end -->\nbelow\n")

@@ -81,6 +81,7 @@ def test_tuning_and_comparison_train_for_real_and_only_once(small: Path, tmp_pat
     [
         (["--devices", "9"], 5, "GPU 9 is not there"),
         (["--partition", "gpu"], 2, "belong to --slurm"),
+        (["--slurm", "--minutes", "5"], 2, "with --slurm give --time"),
         (["--nproc", "2", "--per-device", "2"], 2, "give one of the two"),
         (["--rows", "nobody"], 2, "is no row, arm, cell"),
         (["--set", "budget.steps=0"], 2, "budget.steps"),

@@ -19,6 +19,7 @@ from oelm.study import claim, devices, runner
 from oelm.study.folder import look, records, run_folders
 from oelm.study.rows import expand
 from oelm.study.runner import Options, Runner, wanted
+from oelm.study.schedule import Schedule
 
 
 def starts(folder: Path) -> Counter[str]:
@@ -357,3 +358,15 @@ def test_tuning_goes_first_and_then_seed_by_seed(tmp_path: Path, fake: str) -> N
     tuned = [row for row in rows if "-tune-" in row]
     assert rows[: len(tuned)] == tuned
     assert rows[len(tuned) :] == ["baseline-s11", "oelm-freeze-s11", "baseline-s12", "oelm-freeze-s12"]
+
+
+def test_what_a_pass_took_is_held_against_the_estimates_of_now(tmp_path: Path) -> None:
+    """The first estimates are far off; once records correct them, what ran before must not correct them again."""
+    schedule = Schedule("cpu", minutes=1.0)
+    (one,) = expand(study(arms=["baseline"]))
+    schedule.took(one, 50.0)
+    assert schedule.fits(one, tmp_path / one.id)
+    schedule.learn([{"status": "done", "run": one.run.model_dump(mode="json"), "cost": {"seconds": 50.0}}])
+    assert schedule.fits(one, tmp_path / one.id)
+    schedule.took(one, 90.0)
+    assert not schedule.fits(one, tmp_path / one.id)  # the median of 50 and 90 is more than a minute

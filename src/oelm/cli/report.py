@@ -47,10 +47,7 @@ def report(
         else:
             output.note("no PDF: neither Chromium nor Chrome is on the path; print the HTML page from any browser")
     if all_studies:
-        written = final.render_all(results, out, formats, studies_here(), allow_mixed=allow_mixed)
-        if readme is not None:
-            final.write_summary(readme, results, studies_here(), allow_mixed=allow_mixed)
-            written.append(readme)
+        written = final.render_all(results, out, formats, studies_here(), allow_mixed=allow_mixed, readme=readme)
     elif study:
         written = []
         for name in study:

@@ -67,6 +67,8 @@ def run(
 
     if keep not in KEPT:
         raise ConfigError(f"--keep: {keep!r} is not one of {', '.join(KEPT)}; {nearest(keep, KEPT)}")
+    if slurm and minutes:
+        raise ConfigError("--minutes is for runs on this machine; with --slurm give --time, the minutes of one job")
     loaded = load_study(study)
     chosen = ["slurm"] if slurm else parse_devices(devices)
     if nproc > 1:
@@ -84,8 +86,6 @@ def run(
     if not dry_run and (taken := take_over(loaded, runs, options)):
         note(f"{taken} runs are taken over from other studies in {runs}")
     plan_verb.show(make_plan(loaded, runs, options), len(chosen), stderr=not dry_run)
-    if slurm and minutes:
-        raise ConfigError("--minutes is for runs on this machine; with --slurm give --time, the minutes of one job")
     if slurm:
         from oelm.study import slurm as cluster
 

@@ -20,12 +20,21 @@ TITLE = "What does freezing Query and Key cost? All studies"
 
 
 def render_all(
-    results_dir: Path, out_dir: Path, formats: Sequence[str], studies: Mapping[str, Path], *, allow_mixed: bool = False
+    results_dir: Path,
+    out_dir: Path,
+    formats: Sequence[str],
+    studies: Mapping[str, Path],
+    *,
+    allow_mixed: bool = False,
+    readme: Path | None = None,
 ) -> list[Path]:
-    """Every study that has a results CSV, then the index and the final report."""
+    """The table in `readme`, every study that has a results CSV, then the index and the final report."""
     report.check_formats(formats)
     views = _views(results_dir, studies, allow_mixed)
     written = []
+    if readme is not None:
+        write_summary(readme, views)
+        written.append(readme)
     out_dir.mkdir(parents=True, exist_ok=True)
     for view in views:
         written += report.write_formats(view, out_dir, view["title"], formats, page="report")
@@ -52,8 +61,8 @@ def _views(results_dir: Path, studies: Mapping[str, Path], allow_mixed: bool) ->
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
-def write_summary(file: Path, results_dir: Path, studies: Mapping[str, Path], *, allow_mixed: bool = False) -> None:
-    """Put the declared comparisons of every study with results between the two marks of a Markdown file."""
+def write_summary(file: Path, views: Sequence[Mapping[str, Any]]) -> None:
+    """Put the declared comparisons of these studies between the two marks of a Markdown file."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -62,7 +71,6 @@ def write_summary(file: Path, results_dir: Path, studies: Mapping[str, Path], *,
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise DataError(f"{file}: holds no {BEGIN} and {END}; put the two lines where the table belongs")
-    views = _views(results_dir, studies, allow_mixed)
     replace_text(file, f"{before}{BEGIN}\n{summary_table(views)}\n{END}{after}")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from oelm.study import cost
 from oelm.study.folder import metrics
 from oelm.study.rows import Planned
+from oelm.train.run import Run
 
 
 class Schedule:
@@ -25,15 +26,15 @@ class Schedule:
         self.device = device
         self.until = time.monotonic() + 60 * minutes if minutes else math.inf
         self._estimate = cost.Estimator((), device)
-        self._slower: list[float] = []  # seconds that runs of this pass took, over their estimates
+        self._took: list[tuple[Run, float]] = []  # runs of this pass, and the seconds from their start to their record
 
     def learn(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Estimate by these records from now on."""
         self._estimate = cost.Estimator(records, self.device)
 
     def took(self, one: Planned, seconds: float) -> None:
-        """A run was finished in this pass, from nothing to its record."""
-        self._slower.append(seconds / self._estimate.seconds(one.run))
+        """A run was finished in this pass, in so many seconds all in."""
+        self._took.append((one.run, seconds))
 
     def ordered(self, queue: Iterable[Planned]) -> list[Planned]:
         """The queue, first things first."""
@@ -52,9 +53,9 @@ class Schedule:
     def fits(self, one: Planned, folder: Path) -> bool:
         """Whether the rest of a run can be finished in time, as far as that is known."""
         left = self.until - time.monotonic()
-        if math.isinf(left) or not (self._slower or self._estimate.measured):
+        if math.isinf(left) or not (self._took or self._estimate.measured):
             return left > 0
         last = max((int(line.get("step", 0)) for line in metrics(folder)), default=0)
         rest = 1 - min(1.0, last / cost.steps(one.run))
-        slower = statistics.median(self._slower) if self._slower else 1.0
-        return rest * slower * self._estimate.seconds(one.run) < left
+        slower = [seconds / self._estimate.seconds(run) for run, seconds in self._took] or [1.0]
+        return rest * statistics.median(slower) * self._estimate.seconds(one.run) < left
