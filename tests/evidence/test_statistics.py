@@ -183,6 +183,14 @@ def test_comparisons_whose_rates_are_not_chosen_yet_count_in_the_family(tmp_path
     assert "no pair" in found[1].said
 
 
+def test_before_any_rate_is_chosen_none_is_shown(tmp_path):
+    found = judged(lm_study(), tmp_path)
+    assert [(c.arm, c.n, c.rate, c.reference_rate) for c in found] == [
+        ("oelm-freeze", 0, None, None),
+        ("gauss-frozen", 0, None, None),
+    ]
+
+
 def test_a_finished_run_without_a_number_counts_as_diverged(tmp_path):
     study = lm_study(tuning=None, arms=("baseline", "oelm-freeze"), seeds=list(range(10)))
     rng = np.random.default_rng(0)

@@ -157,6 +157,14 @@ def test_every_scalar_gets_a_gradient(name: str) -> None:
     assert all(g is not None and bool((g != 0).any()) for g in grads.values())
 
 
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert"])
+def test_each_of_them_works_alone(name: str, kind: str) -> None:
+    plain, model = CASES[name].build(), made(name, (kind,), init="keep", freeze="none")
+    assert [n.rpartition(".")[2] for n, _ in model.named_parameters() if ".addons." in n]
+    assert (CASES[name].forward(model) - CASES[name].forward(plain)).abs().max() > 1e-6
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_prefix_and_one_token_at_a_time_equal_the_full_pass(name: str) -> None:
     model = made(name)

@@ -352,12 +352,16 @@ def test_nothing_begins_that_would_not_finish_in_time(
     assert starts(tmp_path / "small") == {"baseline-steps20": 1}
 
 
-def test_tuning_goes_first_and_then_seed_by_seed(tmp_path: Path, fake: str) -> None:
-    run_study(study(**TUNED), tmp_path, fake)
+def test_tuning_goes_first_and_then_seed_by_seed(tmp_path: Path, fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a comparison is much longer, and the first arm's could begin before the second arm is tuned."""
+    monkeypatch.setenv("FAKE_SECONDS", "0")
+    budgets = {"axes": {"budget.steps": [2, 2000]}, "tuning": TUNED["tuning"] | {"at": {"budget.steps": 2}}}
+    run_study(study(**TUNED | budgets), tmp_path, fake, rows=("*-tune-*", "*-steps2000-*"))
     rows = [line.split()[0] for line in (tmp_path / "small" / "starts.log").read_text().splitlines()]
     tuned = [row for row in rows if "-tune-" in row]
-    assert rows[: len(tuned)] == tuned
-    assert rows[len(tuned) :] == ["baseline-s11", "oelm-freeze-s11", "baseline-s12", "oelm-freeze-s12"]
+    assert len(tuned) == 12
+    assert rows[:12] == tuned
+    assert rows[12:] == [f"{arm}-steps2000-s{seed}" for seed in (11, 12) for arm in ("baseline", "oelm-freeze")]
 
 
 def test_what_a_pass_took_is_held_against_the_estimates_of_now(tmp_path: Path) -> None:
